@@ -1,0 +1,1 @@
+"""Benchmarks: ratios within one run on one machine; see docs/performance.md."""

@@ -1,0 +1,122 @@
+"""Engines and their pools: the only place that opens connections for this package."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import Connection, Engine, create_engine, event, exc
+
+from outbox_pipelines.database.url import engine_url
+from outbox_pipelines.errors import OutboxError
+from outbox_pipelines.settings import Pooler, Settings
+
+OLDEST_SERVER = (14, 0)
+
+
+class DatabaseUnreachable(OutboxError):
+    """No connection could be made."""
+
+
+def open_engine(
+    settings: Settings, url: str, *, application_name: str, pool_size: int | None = None
+) -> Engine:
+    """A pooled engine for ``url``; nothing is connected yet.
+
+    Time-outs are start-up options of the connection. Behind a pooler in transaction mode
+    these would be lost or refused, so there each transaction sets them for itself.
+    Prepared statements live in a session and are off for the same reason.
+
+    Args:
+        settings: pool and time-outs.
+        url: any PostgreSQL URL; the driver is set to psycopg 3.
+        application_name: shown in ``pg_stat_activity``.
+        pool_size: connections at most; the setting's value when not given.
+    """
+    options = (
+        f"-c statement_timeout={int(settings.statement_timeout * 1000)} "
+        f"-c lock_timeout={int(settings.lock_timeout * 1000)}"
+    )
+    connect_args: dict[str, Any] = {
+        "connect_timeout": settings.connect_timeout,
+        "application_name": application_name,
+        "prepare_threshold": None,
+    }
+    behind_pooler = settings.database_pooler is Pooler.TRANSACTION
+    if not behind_pooler:
+        connect_args["options"] = options
+    engine = create_engine(
+        engine_url(url),
+        connect_args=connect_args,
+        pool_size=pool_size or settings.pool_size,
+        max_overflow=0,
+        pool_pre_ping=True,
+        pool_timeout=settings.connect_timeout,
+        # psycopg asks the server for hstore's OID on each new connection otherwise.
+        use_native_hstore=False,
+    )
+    if behind_pooler:
+        _set_timeouts_per_transaction(engine, settings)
+    return engine
+
+
+def _set_timeouts_per_transaction(engine: Engine, settings: Settings) -> None:
+    statement = (
+        f"SET LOCAL statement_timeout = {int(settings.statement_timeout * 1000)}; "
+        f"SET LOCAL lock_timeout = {int(settings.lock_timeout * 1000)}"
+    )
+
+    @event.listens_for(engine, "begin")
+    def set_timeouts(connection: Connection) -> None:
+        connection.exec_driver_sql(statement)
+
+
+def for_single_statements(engine: Engine, settings: Settings) -> Engine:
+    """The engine for transactions that are one statement each, sparing BEGIN and COMMIT.
+
+    Behind a pooler in transaction mode they are real transactions all the same, since that
+    is where their time-outs are set.
+    """
+    if settings.database_pooler is Pooler.TRANSACTION:
+        return engine
+    return engine.execution_options(isolation_level="AUTOCOMMIT")
+
+
+@contextmanager
+def explained(engine: Engine) -> Iterator[None]:
+    """Turn a failure to connect into :class:`DatabaseUnreachable`, which says where to and why."""
+    try:
+        yield
+    except exc.TimeoutError as error:
+        raise DatabaseUnreachable(
+            f"no free connection to {describe(engine)} within {engine.pool.timeout()} s: "  # type: ignore[attr-defined]
+            "raise OUTBOX_POOL_SIZE or lower OUTBOX_TENANTS_IN_PARALLEL"
+        ) from error
+    except exc.OperationalError as error:
+        if not error.connection_invalidated and error.statement is not None:
+            raise
+        raise DatabaseUnreachable(
+            f"cannot connect to {describe(engine)}: {_first_line(error.orig)}. "
+            "Check OUTBOX_DATABASE_URL and that the server runs"
+        ) from error
+
+
+def check_server(connection: Connection) -> None:
+    """Refuse a server that is too old for the SQL of this package."""
+    version = connection.dialect.server_version_info or (0,)
+    if version < OLDEST_SERVER:
+        raise DatabaseUnreachable(
+            f"the server is PostgreSQL {'.'.join(map(str, version))}; version {OLDEST_SERVER[0]} or newer is needed"
+        )
+
+
+def describe(engine: Engine) -> str:
+    """The database's address for people: never the password."""
+    url = engine.url
+    host = url.host or url.query.get("host") or "the local socket"
+    port = f":{url.port}" if url.port else ""
+    return f"database {url.database!r} on {host}{port}"
+
+
+def _first_line(error: BaseException | None) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,25 @@
+"""Error texts that a column can always hold."""
+
+MAX_ERROR_LENGTH = 2_000
+"""Characters of an error's text that are kept."""
+
+_CUT = " … (cut)"
+_REPLACEMENT = "\ufffd"
+
+
+def error_text(error: BaseException | str, *, limit: int = MAX_ERROR_LENGTH) -> str:
+    """The text of an error, fit to be stored: at most ``limit`` characters, visibly cut.
+
+    PostgreSQL cannot store NUL, nor UTF-8 a lone surrogate: each becomes U+FFFD. An error
+    whose ``str()`` raises is told by its type. Never raises.
+    """
+    if isinstance(error, str):
+        text = error
+    else:
+        try:
+            text = str(error) or type(error).__name__
+        except Exception:  # a foreign __str__ may do anything; the error must still be told
+            text = f"{type(error).__name__} (its text cannot be read)"
+    # Cut before the replacing, which would cost time on a text of many megabytes.
+    kept = text if len(text) <= limit else text[: max(limit - len(_CUT), 0)] + _CUT[:limit]
+    return "".join(_REPLACEMENT if char == "\x00" or "\ud800" <= char <= "\udfff" else char for char in kept)

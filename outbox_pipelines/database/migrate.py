@@ -1,0 +1,157 @@
+"""Bring the control schema ``outbox`` and every tenant's schema to this version of the code."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from alembic.config import Config
+from alembic.runtime.environment import EnvironmentContext
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from alembic.util.exc import CommandError
+from sqlalchemy import Connection, Engine, text
+
+from outbox_pipelines.database.engine import check_server, describe, explained
+from outbox_pipelines.errors import OutboxError
+
+CONTROL_SCHEMA = "outbox"
+_LOCK_WAIT_SECONDS = 300
+"""How long one migration waits for another process's; each takes well under a second."""
+
+
+class NotMigrated(OutboxError):
+    """The database lacks the tables of this version."""
+
+
+class DatabaseNewer(OutboxError):
+    """The database was migrated by a newer version of the code."""
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of migrations: its scripts and where the reached version is noted."""
+
+    scripts: ScriptDirectory
+    config: Config
+    schema: str
+    version_table: str
+
+
+def migrate(engine: Engine) -> int:
+    """Migrate everything; safe to repeat and from several processes at once.
+
+    Returns:
+        How many schemas were changed.
+
+    Raises:
+        DatabaseNewer: nothing was changed in that schema.
+    """
+    with explained(engine), engine.begin() as connection:
+        check_server(connection)
+        _lock(connection, CONTROL_SCHEMA)
+        connection.exec_driver_sql(f"CREATE SCHEMA IF NOT EXISTS {CONTROL_SCHEMA}")
+        changed = int(_upgrade(connection, _control_line()))
+        schemas = (
+            connection.execute(text("SELECT schema_name FROM outbox.tenants ORDER BY schema_name"))
+            .scalars()
+            .all()
+        )
+        existing = set(connection.execute(text("SELECT nspname FROM pg_namespace")).scalars())
+    # A schema that is gone is reported by the sensor and by `outbox tenants list`.
+    for schema in (name for name in schemas if name in existing):
+        with engine.begin() as connection:
+            changed += migrate_tenant(connection, schema)
+    return changed
+
+
+def migrate_tenant(connection: Connection, schema: str) -> bool:
+    """Migrate one tenant's existing schema in the caller's transaction; says whether it changed."""
+    _lock(connection, schema)
+    return _upgrade(connection, _tenant_line(schema))
+
+
+def require_migrated(engine: Engine) -> None:
+    """Check that the control schema is at this version.
+
+    Raises:
+        NotMigrated: with the command that mends it.
+        DatabaseNewer: when the code is the one that is behind.
+    """
+    line = _control_line()
+    with explained(engine), engine.connect() as connection:
+        check_server(connection)
+        current = _context(connection, line).get_current_heads()
+        _refuse_newer(connection, line, current)
+    if set(current) != set(line.scripts.get_heads()):
+        at = ", ".join(current) or "empty"
+        raise NotMigrated(
+            f"{describe(engine)} is not migrated (it is {at}, this version needs "
+            f"{', '.join(line.scripts.get_heads())}): run `outbox migrate`"
+        )
+
+
+def _upgrade(connection: Connection, line: _Line) -> bool:
+    before = _context(connection, line).get_current_heads()
+    _refuse_newer(connection, line, before)
+    if set(before) == set(line.scripts.get_heads()):
+        return False
+
+    def steps(revision: tuple[str, ...], _context: MigrationContext) -> Iterable[object]:
+        # Alembic's own recipe for upgrading without an env.py; it has no public name.
+        return line.scripts._upgrade_revs("heads", revision)  # type: ignore[arg-type]
+
+    with EnvironmentContext(line.config, line.scripts, fn=steps) as environment:
+        environment.configure(
+            connection=connection, version_table=line.version_table, version_table_schema=line.schema
+        )
+        environment.run_migrations()
+    return True
+
+
+def _context(connection: Connection, line: _Line) -> MigrationContext:
+    return MigrationContext.configure(
+        connection, opts={"version_table": line.version_table, "version_table_schema": line.schema}
+    )
+
+
+def _refuse_newer(connection: Connection, line: _Line, current: Sequence[str]) -> None:
+    for revision in current:
+        try:
+            line.scripts.get_revision(revision)
+        except CommandError:
+            raise DatabaseNewer(
+                f"schema {line.schema!r} of {describe(connection.engine)} is at version {revision}, newer than "
+                f"this code knows (up to {', '.join(line.scripts.get_heads())}): upgrade outbox-pipelines"
+            ) from None
+
+
+def _lock(connection: Connection, schema: str) -> None:
+    """Let one process migrate a schema at a time.
+
+    An advisory lock of the transaction, not of the session: it works behind a pooler in
+    transaction mode and is freed with the transaction, whatever becomes of the process.
+    """
+    connection.execute(text(f"SET LOCAL lock_timeout = '{_LOCK_WAIT_SECONDS}s'"))
+    connection.execute(
+        text("SELECT pg_advisory_xact_lock(hashtext('outbox_pipelines migrate'), hashtext(:schema))"),
+        {"schema": schema},
+    )
+
+
+def _control_line() -> _Line:
+    return _line("control", CONTROL_SCHEMA, "schema_version")
+
+
+def _tenant_line(schema: str) -> _Line:
+    # The tenant's schema is the application's: our table's name says whose version it is.
+    return _line("tenant", schema, "ml_outbox_version")
+
+
+def _line(folder: str, schema: str, version_table: str) -> _Line:
+    config = Config()
+    # Escaped, since Alembic's options are interpolated.
+    location = str(Path(__file__).parent / "migrations" / folder).replace("%", "%%")
+    config.set_main_option("script_location", location)
+    config.set_main_option("path_separator", "newline")
+    config.attributes["schema"] = schema
+    return _Line(ScriptDirectory.from_config(config), config, schema, version_table)

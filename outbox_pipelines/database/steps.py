@@ -1,0 +1,94 @@
+"""Database steps on threads that keep their connections.
+
+Taking a connection from the pool, testing it and giving it back costs more than a short
+statement. A flush makes thousands of these, so each of its database threads holds one
+connection for as long as the flush runs.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self, TypeVar
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DBAPIError, OperationalError
+
+Result = TypeVar("Result")
+
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 1.0
+
+
+class StepThreads:
+    """Runs steps, each one transaction, off the calling thread; use it as a context manager.
+
+    A step that fails because the server is away is run again, on a new connection. It must
+    therefore be safe to repeat: when a connection breaks during a commit, nobody knows
+    whether it happened.
+
+    Args:
+        engine: gives the connections.
+        threads: how many, and so how many connections at most.
+        retry_seconds: how long a step is tried while the server is away (monotonic clock).
+        give_up: ends the trying early.
+    """
+
+    def __init__(
+        self, engine: Engine, *, threads: int, retry_seconds: float, give_up: threading.Event
+    ) -> None:
+        self._engine = engine
+        self._retry_seconds = retry_seconds
+        self._give_up = give_up
+        self._local = threading.local()
+        self._connections: set[Connection] = set()
+        self._executor = ThreadPoolExecutor(threads, "outbox-database")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        self._executor.shutdown()
+        for connection in self._connections:
+            connection.close()
+
+    def submit(self, step: Callable[[Connection], Result]) -> "Future[Result]":
+        """Begin a step."""
+        return self._executor.submit(self._persistently, step)
+
+    def run(self, step: Callable[[Connection], Result]) -> Result:
+        """Run a step and wait for it."""
+        return self.submit(step).result()
+
+    def _persistently(self, step: Callable[[Connection], Result]) -> Result:
+        ends_at = time.monotonic() + self._retry_seconds
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return self._once(step)
+            except DBAPIError as error:
+                away = isinstance(error, OperationalError) or error.connection_invalidated
+                if not away or time.monotonic() + pause > ends_at or self._give_up.wait(pause):
+                    raise
+                pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
+
+    def _once(self, step: Callable[[Connection], Result]) -> Result:
+        connection = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = self._local.connection = self._engine.connect()
+            self._connections.add(connection)
+        try:
+            with connection.begin():
+                return step(connection)
+        except BaseException:
+            # Whatever state it is in, the next step gets another.
+            self._local.connection = None
+            self._connections.discard(connection)
+            connection.close()
+            raise

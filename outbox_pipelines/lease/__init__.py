@@ -1,0 +1,1 @@
+"""Leases: one worker at a time, fenced by a token."""

@@ -1,0 +1,350 @@
+"""One tenant being drained by one flush.
+
+Calls go one after another in id order. While a call is in flight the database works: the
+rows of the last turn are settled and those of the next are read, never more than one turn
+away from the turn being sent.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import StrEnum
+from uuid import uuid4
+
+from sqlalchemy.exc import DBAPIError
+
+from outbox_pipelines.database.error_text import error_text
+from outbox_pipelines.database.steps import StepThreads
+from outbox_pipelines.errors import OutboxError
+from outbox_pipelines.lease.backoff import backoff_seconds
+from outbox_pipelines.lease.heartbeat import Heartbeat
+from outbox_pipelines.lease.lease import Lease, LeaseLost, Refused
+from outbox_pipelines.settings import Settings
+from outbox_pipelines.tenants.registry import Problem, Tenant
+from outbox_pipelines.training import outbox
+from outbox_pipelines.training.delivery import DeadLetter, deliver, pack
+from outbox_pipelines.training.sink import Batch, Misconfigured, OutboxRow, Sink, SinkClosed
+
+_SLOW_CALL_SECONDS = 0.05
+"""After a call this slow its rows are settled at once: the database has time, and a crash
+would send fewer rows again."""
+
+_FLAG_AGE_SECONDS = 0.5
+"""How old the knowledge that a tenant is not paused may be when a turn begins."""
+
+_MISSING = frozenset({"42P01", "3F000"})
+"""SQLSTATE of undefined_table and invalid_schema_name."""
+
+
+class Ending(StrEnum):
+    """How the flush of a tenant ended."""
+
+    EMPTIED = "emptied"
+    """No row was left."""
+
+    BUDGET_SPENT = "budget spent"
+    """Rows may be left; the next poll goes on."""
+
+    TURNS_TAKEN = "turns taken"
+    """As many turns as were asked for."""
+
+    TAKEN = "taken"
+    """Another run holds the tenant's lease, or the tenant is paused: nothing was done."""
+
+    PAUSED = "paused"
+    """Somebody paused the tenant meanwhile."""
+
+    LEASE_LOST = "lease lost"
+    """Another run took over; what was not settled by then, it sends again."""
+
+    CANCELLED = "cancelled"
+    """The flush was interrupted."""
+
+    FAILED = "failed"
+    """See the report's error; the rows stay."""
+
+
+@dataclass
+class TenantReport:
+    """What a flush did for one tenant."""
+
+    tenant: Tenant
+    ending: Ending = Ending.EMPTIED
+    turns: int = 0
+    rows: int = 0
+    """Rows delivered and settled."""
+
+    batches: int = 0
+    """Calls that delivered something."""
+
+    dead_letters: int = 0
+    first_id: int | None = None
+    last_id: int | None = None
+    seconds: float = 0.0
+    problem: Problem | None = None
+    detail: str = ""
+    """For people: the error, or who holds the lease and for how long."""
+
+
+class TenantDrain:
+    """The state of one tenant's flush between its turns; used by one thread at a time."""
+
+    def __init__(
+        self,
+        tenant: Tenant,
+        *,
+        sink: Sink,
+        settings: Settings,
+        run_id: str,
+        heartbeat: Heartbeat,
+        database: StepThreads,
+        cancelled: threading.Event,
+    ) -> None:
+        self.report = TenantReport(tenant)
+        self._tenant = tenant
+        self._sink = sink
+        self._settings = settings
+        self._run_id = run_id
+        self._heartbeat = heartbeat
+        self._database = database
+        self._cancelled = cancelled
+        self._lease_lost = threading.Event()
+        self._claimed: outbox.ClaimedTenant | None = None
+        self._began = time.monotonic()
+        self._unsettled = outbox.Unsettled()
+        self._settling: tuple[outbox.Unsettled, Future[bool]] | None = None
+        self._reading: Future[list[OutboxRow]] | None = None
+        self._paused = False
+        self._paused_asked_at = 0.0
+
+    def turn(self) -> bool:
+        """Send one turn's rows; says whether another turn may follow.
+
+        When it says no, the flush of this tenant has ended and its lease is free.
+        """
+        return self._guarded(self._turn)
+
+    def end(self, ending: Ending) -> None:
+        """End between two turns: settle what is open and free the lease."""
+        self._guarded(lambda: self._conclude(ending))
+
+    def _guarded(self, work: Callable[[], bool]) -> bool:
+        try:
+            return work()
+        except SinkClosed:
+            return self._guarded(lambda: self._conclude(Ending.CANCELLED))
+        except LeaseLost as error:
+            return self._ended(Ending.LEASE_LOST, str(error))
+        except (
+            Exception
+        ) as error:  # ServiceUnwell, the database's, and whatever a user's sink raises: the rows stay
+            return self._fail(error)
+
+    def _turn(self) -> bool:
+        if self._claimed is None:
+            if self._cancelled.is_set():
+                return self._ended(Ending.CANCELLED)
+            refused = self._claim()
+            if refused is not None:
+                return self._ended(Ending.TAKEN, _tell(refused))
+        rows = (self._reading or self._read(except_ids=[])).result()
+        if self._cancelled.is_set():
+            return self._conclude(Ending.CANCELLED)
+        if self._is_paused():
+            return self._conclude(Ending.PAUSED)
+        if not rows:
+            return self._conclude(Ending.EMPTIED)
+        self.report.turns += 1
+        in_flight = [row.row_id for row in rows] + self._unsettled.gone_ids
+        self._settle_behind()
+        self._reading = self._read(in_flight)
+        for item in pack(self._sink, self._tenant.tenant_id, rows, self._settings.batch_size):
+            if isinstance(item, DeadLetter):
+                self._unsettled.dead.append(item)
+                continue
+            if self._lease_lost.is_set():
+                raise LeaseLost(f"tenant {self._tenant.name!r}: the lease could not be kept")
+            began = time.monotonic()
+            self._send(item)
+            slow = time.monotonic() - began > _SLOW_CALL_SECONDS
+            if slow and (self._settling is None or self._settling[1].done()):
+                self._settle_behind()
+        return True
+
+    def _send(self, batch: Batch) -> None:
+        judged: set[int] = set()
+        try:
+            for call in deliver(self._sink, batch):
+                if call.delivered is not None:
+                    self._unsettled.delivered.append(call.delivered)
+                    judged.update(call.delivered.row_ids)
+                self._unsettled.dead.extend(call.dead)
+                judged.update(letter.row_id for letter in call.dead)
+        except SinkClosed:
+            raise
+        except Exception as error:
+            self._unsettled.failed_ids = [row_id for row_id in batch.row_ids if row_id not in judged]
+            self._unsettled.failure = error_text(error)
+            raise
+
+    # Steps of the database; each is one transaction and safe to repeat.
+
+    def _claim(self) -> Refused | None:
+        self._began = time.monotonic()
+        token = uuid4()
+        claimed = self._database.run(
+            lambda connection: outbox.claim_tenant(
+                connection,
+                self._tenant,
+                holder=self._run_id,
+                seconds=self._settings.lease_seconds,
+                token=token,
+            )
+        )
+        if isinstance(claimed, Refused):
+            return claimed
+        self._claimed = claimed
+        self._paused_asked_at = self._began
+        self._heartbeat.hold(claimed.lease, self._lease_lost.set)
+        return None
+
+    def _read(self, except_ids: list[int]) -> Future[list[OutboxRow]]:
+        limit = self._settings.max_rows_per_turn
+        return self._database.submit(
+            lambda connection: outbox.read_rows(connection, self._tenant, limit=limit, except_ids=except_ids)
+        )
+
+    def _settle(self, unsettled: outbox.Unsettled) -> Future[bool]:
+        return self._database.submit(
+            lambda connection: outbox.settle(
+                connection, self._lease, self._tenant, unsettled, run_id=self._run_id
+            )
+        )
+
+    def _settle_behind(self) -> None:
+        """Settle what is open while the next call is in flight; at most one such step at a time."""
+        self._settled()
+        if self._unsettled:
+            unsettled, self._unsettled = self._unsettled, outbox.Unsettled()
+            self._paused_asked_at = time.monotonic()
+            self._settling = (unsettled, self._settle(unsettled))
+
+    def _settled(self) -> None:
+        """Wait for the step that :meth:`_settle_behind` began, and count what it settled."""
+        if self._settling is not None:
+            (unsettled, step), self._settling = self._settling, None
+            self._paused = step.result()
+            self._count(unsettled)
+
+    def _is_paused(self) -> bool:
+        self._settled()
+        if time.monotonic() - self._paused_asked_at > _FLAG_AGE_SECONDS:
+            self._paused_asked_at = time.monotonic()
+            self._paused = self._settle(outbox.Unsettled()).result()
+        return self._paused
+
+    # Endings
+
+    @property
+    def _lease(self) -> Lease:
+        assert self._claimed is not None
+        return self._claimed.lease
+
+    def _conclude(self, ending: Ending) -> bool:
+        self._settle_all()
+        went_well = ending is Ending.EMPTIED or self.report.rows > 0
+        release = outbox.release_well if went_well else outbox.release_unchanged
+        self._database.run(lambda connection: release(connection, self._lease))
+        return self._ended(ending)
+
+    def _settle_all(self) -> None:
+        self._settled()
+        if self._unsettled:
+            unsettled, self._unsettled = self._unsettled, outbox.Unsettled()
+            self._settle(unsettled).result()
+            self._count(unsettled)
+
+    def _fail(self, error: Exception) -> bool:
+        problem, told = self._diagnose(error)
+        self.report.problem = problem
+        if self._claimed is None:
+            return self._ended(Ending.FAILED, told)
+        try:
+            if problem is not Problem.BROKEN:
+                self._settle_all()
+            # A tenant that got something through begins its backoff anew.
+            failures = 1 if self.report.rows else self._claimed.failure_count + 1
+            wait = (
+                self._settings.reexamine_broken_seconds
+                if problem is Problem.BROKEN
+                else backoff_seconds(
+                    failures,
+                    first=self._settings.backoff_first_seconds,
+                    maximum=self._settings.backoff_max_seconds,
+                )
+            )
+            self._database.run(
+                lambda connection: outbox.release_failed(
+                    connection,
+                    self._lease,
+                    failures=failures,
+                    problem=problem,
+                    error=told,
+                    retry_in_seconds=wait,
+                )
+            )
+        except LeaseLost as lost:
+            return self._ended(Ending.LEASE_LOST, str(lost))
+        except DBAPIError as failed:
+            # The lease ends by itself; the rows are there for whoever claims it then.
+            told = f"{told}; and the lease stays until it ends: {_first_line(failed.orig)}"
+            return self._ended(Ending.FAILED, told)
+        return self._ended(Ending.FAILED, f"{told}; next attempt in {wait:.0f} s")
+
+    def _diagnose(self, error: Exception) -> tuple[Problem, str]:
+        if isinstance(error, Misconfigured):
+            return Problem.MISCONFIGURED, error_text(error)
+        if isinstance(error, DBAPIError):
+            if getattr(error.orig, "sqlstate", None) in _MISSING:
+                return (
+                    Problem.BROKEN,
+                    f"schema {self._tenant.schema!r} has no table ml_outbox: run `outbox migrate`, or remove the tenant",
+                )
+            return Problem.UNWELL, f"the database failed: {_first_line(error.orig)}"
+        if isinstance(error, OutboxError):
+            return Problem.UNWELL, error_text(error)
+        return Problem.UNWELL, f"{self._sink.target} failed: {type(error).__name__}: {error_text(error)}"
+
+    def _ended(self, ending: Ending, detail: str = "") -> bool:
+        if self._claimed is not None:
+            self._heartbeat.drop(self._claimed.lease)
+        self.report.ending = ending
+        self.report.detail = detail
+        self.report.seconds = time.monotonic() - self._began
+        return False
+
+    def _count(self, settled: outbox.Unsettled) -> None:
+        report = self.report
+        for line in settled.delivered:
+            report.rows += len(line.row_ids)
+            report.batches += 1
+            report.first_id = (
+                line.row_ids[0] if report.first_id is None else min(report.first_id, line.row_ids[0])
+            )
+            report.last_id = (
+                line.row_ids[-1] if report.last_id is None else max(report.last_id, line.row_ids[-1])
+            )
+        report.dead_letters += len(settled.dead)
+
+
+def _tell(refused: Refused) -> str:
+    if refused.seconds_left is None:
+        return "the tenant is paused or no longer registered"
+    return f"run {refused.holder} holds the lease, for up to {refused.seconds_left:.0f} s more"
+
+
+def _first_line(error: BaseException | None) -> str:
+    lines = error_text(str(error)).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

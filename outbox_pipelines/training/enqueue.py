@@ -1,0 +1,165 @@
+"""Write training examples into a tenant's outbox, inside the application's own transaction."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
+from uuid import UUID
+
+import psycopg
+from sqlalchemy import Connection
+from sqlalchemy.orm import Session
+
+from outbox_pipelines.database.quoting import driver_identifier
+from outbox_pipelines.errors import OutboxError
+from outbox_pipelines.settings import load_settings
+from outbox_pipelines.tenants.registry import Tenant, get_tenant
+
+Example = Mapping[str, Any]
+"""A JSON object: string keys, and values of null, booleans, finite numbers, strings, lists, objects."""
+
+
+class InvalidExample(OutboxError):
+    """An example that cannot be stored; none of the call's examples was."""
+
+
+def enqueue_training(
+    session: Session | Connection,
+    tenant: str | UUID | Tenant,
+    examples: Iterable[Example],
+    *,
+    max_bytes: int | None = None,
+) -> list[int]:
+    """Add examples to a tenant's outbox in the caller's transaction, which carries or drops them.
+
+    >>> with Session(engine) as session, session.begin():        # doctest: +SKIP
+    ...     session.add(Essay(...))
+    ...     enqueue_training(session, "acme", [{"features": {"words": 12}, "label": True}])
+
+    Args:
+        session: a SQLAlchemy session or connection; neither committed nor rolled back here.
+        tenant: name, id, or what ``get_tenant`` gave (which spares a look-up).
+        examples: JSON objects.
+        max_bytes: bytes of JSON in one example; ``OUTBOX_MAX_EXAMPLE_BYTES`` when not given.
+
+    Returns:
+        The rows' ids, in the order of the examples.
+
+    Raises:
+        InvalidExample: naming the example by its place; nothing was written.
+        UnknownTenant: when there is none.
+    """
+    connection = _connection(session)
+    texts = list(_encode(examples, max_bytes))
+    found = get_tenant(connection, tenant)
+    if not texts:
+        return []
+    # WITH ORDINALITY: ids are given in the order of the examples.
+    rows = connection.exec_driver_sql(
+        f"""
+        INSERT INTO {driver_identifier(found.schema)}.ml_outbox (example)
+        SELECT new.example::jsonb
+        FROM unnest(%(examples)s::text[]) WITH ORDINALITY AS new (example, place) ORDER BY new.place
+        RETURNING id
+        """,
+        {"examples": texts},
+    )
+    return sorted(rows.scalars())
+
+
+def copy_training(
+    session: Session | Connection,
+    tenant: str | UUID | Tenant,
+    examples: Iterable[Example],
+    *,
+    max_bytes: int | None = None,
+) -> int:
+    """Add many examples with COPY, in the caller's transaction; for loads and imports.
+
+    Like :func:`enqueue_training`, but the examples are streamed and no ids come back. The
+    session must use psycopg 3.
+
+    Returns:
+        How many were added.
+
+    Raises:
+        InvalidExample: the transaction can no longer be committed, so nothing is kept.
+    """
+    connection = _connection(session)
+    found = get_tenant(connection, tenant)
+    driver = connection.connection.driver_connection
+    if not isinstance(driver, psycopg.Connection):
+        raise InvalidExample(
+            "copy_training needs an engine with psycopg 3 (postgresql+psycopg://); "
+            "enqueue_training works with every driver"
+        )
+    count = 0
+    # Not exec_driver_sql: COPY is the driver's own; a cursor without parameters reads % literally.
+    statement = f"COPY {driver_identifier(found.schema).replace('%%', '%')}.ml_outbox (example) FROM STDIN"
+    with cast("psycopg.Connection[Any]", driver).cursor().copy(statement.encode()) as copy:
+        for text in _encode(examples, max_bytes):
+            copy.write_row((text,))
+            count += 1
+    return count
+
+
+def _connection(session: Session | Connection) -> Connection:
+    return session.connection() if isinstance(session, Session) else session
+
+
+def _encode(examples: Iterable[Example], max_bytes: int | None) -> Iterator[str]:
+    limit = load_settings().max_example_bytes if max_bytes is None else max_bytes
+    if isinstance(examples, Mapping | str | bytes):
+        raise InvalidExample(f"examples must be a list of JSON objects, not one {type(examples).__name__}")
+    for place, example in enumerate(examples):
+        try:
+            yield _encode_one(example, limit)
+        except _Flaw as flaw:
+            raise InvalidExample(
+                f"example {place} cannot be stored: {flaw}; no example of this call was"
+            ) from None
+
+
+class _Flaw(Exception):
+    """What is wrong with one example."""
+
+
+def _encode_one(example: Example, limit: int) -> str:
+    if not isinstance(example, Mapping):
+        raise _Flaw(f"it is a {type(example).__name__}, and must be a JSON object (a dict)")
+    try:
+        text = json.dumps(
+            dict(example), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_refuse
+        )
+    except ValueError as error:
+        told = "a number is NaN or infinite" if "JSON compliant" in str(error) else str(error)
+        raise _Flaw(f"{told}, which JSON cannot say") from None
+    except TypeError as error:
+        raise _Flaw(str(error)) from None
+    except RecursionError:
+        raise _Flaw("it is nested too deeply") from None
+    # json.dumps escapes NUL; a backslash that was there is doubled, so an odd run of them escapes.
+    if "\\u0000" in text and _holds_nul(example):
+        raise _Flaw("a text or key holds the character NUL, which PostgreSQL cannot store")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise _Flaw("a text or key holds half of a surrogate pair, which is not valid Unicode") from None
+    if size > limit:
+        raise _Flaw(
+            f"it is {size:,} bytes of JSON, more than the {limit:,} allowed (OUTBOX_MAX_EXAMPLE_BYTES)"
+        )
+    return text
+
+
+def _refuse(value: object) -> object:
+    raise TypeError(f"a value is a {type(value).__name__}, which JSON cannot say")
+
+
+def _holds_nul(value: object) -> bool:
+    if isinstance(value, str):
+        return "\x00" in value
+    if isinstance(value, Mapping):
+        return any(_holds_nul(key) or _holds_nul(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return any(_holds_nul(item) for item in value)
+    return False

@@ -1,0 +1,1 @@
+"""The reference ML service: what it learns, what it keeps, and how it answers."""
