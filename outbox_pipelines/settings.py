@@ -60,26 +60,18 @@ class Settings(BaseSettings):
         description="Where `outbox dev` keeps Dagster's own tables. "
         "Unset: a database beside the outboxes, named after it with `_dagster` appended.",
     )
-    home: Path = Field(
-        Path(".outbox"), description="Folder for the embedded server, logs and the ML service's state."
-    )
+    home: Path = Field(Path(".outbox"), description="Folder for the embedded server, logs and the ML service's state.")
     database_pooler: Pooler = Field(
         Pooler.NONE,
         description="`transaction` when the URL leads to a pooler in transaction mode (PgBouncer).",
     )
     pool_size: int = Field(4, ge=2, le=64, description="Connections that one process keeps at most.")
-    connect_timeout: Annotated[int, Field(ge=1, le=300)] = Field(
-        10, description="Seconds to wait for a connection."
-    )
+    connect_timeout: Annotated[int, Field(ge=1, le=300)] = Field(10, description="Seconds to wait for a connection.")
     statement_timeout: float = Field(60, ge=1, le=3600, description="Seconds one SQL statement may take.")
-    lock_timeout: float = Field(
-        10, ge=0.1, le=3600, description="Seconds one SQL statement waits for a lock."
-    )
+    lock_timeout: float = Field(10, ge=0.1, le=3600, description="Seconds one SQL statement waits for a lock.")
 
     # Training outbox
-    train_mode: TrainMode = Field(
-        TrainMode.REMOTE, description="`local` turns flushing off: the outboxes accumulate."
-    )
+    train_mode: TrainMode = Field(TrainMode.REMOTE, description="`local` turns flushing off: the outboxes accumulate.")
     batch_size: int = Field(10, ge=1, le=10_000, description="Rows in one `TrainBatch` call.")
     max_rows_per_turn: int = Field(
         100,
@@ -90,9 +82,7 @@ class Settings(BaseSettings):
     budget_seconds: float = Field(
         8, ge=0, le=3600, description="Seconds after which a flush run begins no further round of turns."
     )
-    tenants_in_parallel: int = Field(
-        16, ge=1, le=256, description="Tenants that one flush run serves side by side."
-    )
+    tenants_in_parallel: int = Field(16, ge=1, le=256, description="Tenants that one flush run serves side by side.")
     runs_per_tick: int = Field(
         10,
         ge=1,
@@ -100,15 +90,11 @@ class Settings(BaseSettings):
         description="Flush runs that one sensor tick emits at most; more tenants share them.",
     )
     poll_seconds: int = Field(10, ge=5, le=3600, description="Seconds between two evaluations of the sensor.")
-    lease_seconds: float = Field(
-        120, ge=10, le=86_400, description="Seconds a claim lasts when nobody renews it."
-    )
+    lease_seconds: float = Field(120, ge=10, le=86_400, description="Seconds a claim lasts when nobody renews it.")
     backoff_first_seconds: float = Field(
         10, ge=0.1, le=3600, description="Seconds until a failed tenant is tried again; doubles each time."
     )
-    backoff_max_seconds: float = Field(
-        300, ge=0.1, le=86_400, description="Seconds that the doubling stops at."
-    )
+    backoff_max_seconds: float = Field(300, ge=0.1, le=86_400, description="Seconds that the doubling stops at.")
     max_example_bytes: int = Field(
         2 * 1024 * 1024,
         ge=2,
@@ -123,12 +109,8 @@ class Settings(BaseSettings):
     )
 
     # ML service
-    ml_target: str = Field(
-        "127.0.0.1:50051", min_length=1, description="gRPC address of the ML service, `host:port`."
-    )
-    ml_deadline_seconds: float = Field(
-        10, ge=0.05, le=600, description="Seconds one `TrainBatch` call may take."
-    )
+    ml_target: str = Field("127.0.0.1:50051", min_length=1, description="gRPC address of the ML service, `host:port`.")
+    ml_deadline_seconds: float = Field(10, ge=0.05, le=600, description="Seconds one `TrainBatch` call may take.")
     ml_keepalive_seconds: float = Field(
         30, ge=5, le=3600, description="Seconds of silence after which the connection is probed."
     )
@@ -138,9 +120,7 @@ class Settings(BaseSettings):
         le=1024 * 1024 * 1024,
         description="Bytes that the ML service accepts in one message.",
     )
-    ml_token: SecretStr | None = Field(
-        None, description="Bearer token sent with every call. Needs TLS off-host."
-    )
+    ml_token: SecretStr | None = Field(None, description="Bearer token sent with every call. Needs TLS off-host.")
     ml_tls: bool = Field(False, description="Use TLS with the system's certificate authorities.")
     ml_ca_file: Path | None = Field(None, description="PEM file of the authority to trust; implies TLS.")
     ml_certificate_file: Path | None = Field(None, description="PEM client certificate, for mTLS.")

@@ -69,9 +69,7 @@ class EmbeddedServer:
 
     def url(self, database: str) -> URL:
         """The URL of one of the server's databases."""
-        return URL.create(
-            "postgresql+psycopg", SUPERUSER, database=database, query={"host": str(self.socket_folder)}
-        )
+        return URL.create("postgresql+psycopg", SUPERUSER, database=database, query={"host": str(self.socket_folder)})
 
     def __enter__(self) -> "EmbeddedServer":
         self._binaries = _find_binaries()
@@ -106,9 +104,7 @@ class EmbeddedServer:
         if fresh.exists():
             shutil.rmtree(fresh)
         self._own_folder(fresh)
-        self._run(
-            "initdb", "-D", str(fresh), "-U", SUPERUSER, "--auth=trust", "--encoding=UTF8", "--locale=C.UTF-8"
-        )
+        self._run("initdb", "-D", str(fresh), "-U", SUPERUSER, "--auth=trust", "--encoding=UTF8", "--locale=C.UTF-8")
         fresh.rename(data)
 
     def _check_version(self, data: Path) -> None:
@@ -320,9 +316,7 @@ def _copy_binaries(binaries: Path) -> Path:
             for name in files:
                 file = Path(folder, name)
                 file.chmod(
-                    file.stat().st_mode
-                    | stat.S_IROTH
-                    | (stat.S_IXOTH if file.stat().st_mode & stat.S_IXUSR else 0)
+                    file.stat().st_mode | stat.S_IROTH | (stat.S_IXOTH if file.stat().st_mode & stat.S_IXUSR else 0)
                 )
         try:
             fresh.rename(target)

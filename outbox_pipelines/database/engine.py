@@ -17,9 +17,7 @@ class DatabaseUnreachable(OutboxError):
     """No connection could be made."""
 
 
-def open_engine(
-    settings: Settings, url: str, *, application_name: str, pool_size: int | None = None
-) -> Engine:
+def open_engine(settings: Settings, url: str, *, application_name: str, pool_size: int | None = None) -> Engine:
     """A pooled engine for ``url``; nothing is connected yet.
 
     Time-outs are start-up options of the connection. Behind a pooler in transaction mode

@@ -52,9 +52,7 @@ def migrate(engine: Engine) -> int:
         connection.exec_driver_sql(f"CREATE SCHEMA IF NOT EXISTS {CONTROL_SCHEMA}")
         changed = int(_upgrade(connection, _control_line()))
         schemas = (
-            connection.execute(text("SELECT schema_name FROM outbox.tenants ORDER BY schema_name"))
-            .scalars()
-            .all()
+            connection.execute(text("SELECT schema_name FROM outbox.tenants ORDER BY schema_name")).scalars().all()
         )
         existing = set(connection.execute(text("SELECT nspname FROM pg_namespace")).scalars())
     # A schema that is gone is reported by the sensor and by `outbox tenants list`.
@@ -101,9 +99,7 @@ def _upgrade(connection: Connection, line: _Line) -> bool:
         return line.scripts._upgrade_revs("heads", revision)  # type: ignore[arg-type]
 
     with EnvironmentContext(line.config, line.scripts, fn=steps) as environment:
-        environment.configure(
-            connection=connection, version_table=line.version_table, version_table_schema=line.schema
-        )
+        environment.configure(connection=connection, version_table=line.version_table, version_table_schema=line.schema)
         environment.run_migrations()
     return True
 

@@ -35,9 +35,7 @@ class StepThreads:
         give_up: ends the trying early.
     """
 
-    def __init__(
-        self, engine: Engine, *, threads: int, retry_seconds: float, give_up: threading.Event
-    ) -> None:
+    def __init__(self, engine: Engine, *, threads: int, retry_seconds: float, give_up: threading.Event) -> None:
         self._engine = engine
         self._retry_seconds = retry_seconds
         self._give_up = give_up

@@ -29,9 +29,7 @@ class BearerToken(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no 
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler | None:
         """Called by gRPC for every call, before its handler."""
-        if handler_call_details.method.startswith(self._methods) and not self._carried_by(
-            handler_call_details
-        ):
+        if handler_call_details.method.startswith(self._methods) and not self._carried_by(handler_call_details):
             return self._refuse
         return continuation(handler_call_details)
 

@@ -98,9 +98,7 @@ class MlServer:
         with ExitStack() as opening:
             folder = opening.enter_context(StateFolder(self._state_dir))
             # Ended before the folder is given up: a call that outlasts the grace may still be writing.
-            threads = opening.enter_context(
-                ThreadPoolExecutor(self._workers, thread_name_prefix="ml-service")
-            )
+            threads = opening.enter_context(ThreadPoolExecutor(self._workers, thread_name_prefix="ml-service"))
             server = grpc.server(threads, interceptors=self._interceptors, options=self._options())
             add_TrainingServicer_to_server(  # type: ignore[no-untyped-call]  # generated without types
                 OnlineTraining(folder, self._in_flight), server

@@ -99,9 +99,7 @@ class StateFolder:
             # built on this state must not promise more than the disk holds.
             _sync_folder(self.path)
         except OSError as error:
-            raise StateError(
-                f"the state file {file} cannot be read: {_why(error)}; make it readable"
-            ) from error
+            raise StateError(f"the state file {file} cannot be read: {_why(error)}; make it readable") from error
         try:
             return _decode(tenant, content)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -25,9 +25,7 @@ class TlsFiles:
     client_ca: Path | None = None
 
     @classmethod
-    def of(
-        cls, certificate: Path | None, private_key: Path | None, client_ca: Path | None
-    ) -> TlsFiles | None:
+    def of(cls, certificate: Path | None, private_key: Path | None, client_ca: Path | None) -> TlsFiles | None:
         """The files as options give them: all None is no TLS. Raises `TlsError` for half a pair."""
         if certificate is None and private_key is None:
             if client_ca is not None:

@@ -105,9 +105,7 @@ def add_tenant(
     try:
         with connection.begin_nested():
             connection.execute(
-                text(
-                    "INSERT INTO outbox.tenants (tenant_id, name, schema_name) VALUES (:id, :name, :schema)"
-                ),
+                text("INSERT INTO outbox.tenants (tenant_id, name, schema_name) VALUES (:id, :name, :schema)"),
                 {"id": identity, "name": name, "schema": schema_name},
             )
     except IntegrityError as error:
@@ -185,9 +183,7 @@ def set_paused(connection: Connection, name: str, *, paused: bool) -> Tenant:
     return get_tenant(connection, name) if row is None else _tenant(row)
 
 
-def remove_tenant(
-    connection: Connection, name: str, *, drop_schema: bool = False, force: bool = False
-) -> Tenant:
+def remove_tenant(connection: Connection, name: str, *, drop_schema: bool = False, force: bool = False) -> Tenant:
     """Take a tenant out of the registry; the ledger keeps what was delivered.
 
     Args:

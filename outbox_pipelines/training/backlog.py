@@ -1,9 +1,10 @@
 """Who has rows waiting, and who of these is due: what the sensor asks at each tick."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
+from typing import Any, TypeVar
 from uuid import UUID
 
 from sqlalchemy import Connection, text
@@ -11,6 +12,8 @@ from sqlalchemy.exc import ProgrammingError
 
 from outbox_pipelines.database.quoting import driver_identifier
 from outbox_pipelines.tenants.registry import Problem, Tenant
+
+Answer = TypeVar("Answer")
 
 CHUNK = 500
 """Tenants asked about in one statement: thousands of tables in one exhaust the server's lock table."""
@@ -100,7 +103,7 @@ def look(connection: Connection) -> Backlog:
     oldest: dict[str, datetime | None] = {}
     schemas = [row.schema_name for row in registered]
     for begin in range(0, len(schemas), CHUNK):
-        oldest.update(_oldest_rows(connection, schemas[begin : begin + CHUNK]))
+        oldest.update(_of_existing(connection, schemas[begin : begin + CHUNK], _oldest_rows))
     entries = []
     broken: list[UUID] = []
     mended: list[UUID] = []
@@ -139,15 +142,18 @@ def look(connection: Connection) -> Backlog:
     return Backlog(asked_at, entries)
 
 
-def _oldest_rows(connection: Connection, schemas: Sequence[str]) -> dict[str, datetime | None]:
-    """By schema that has an outbox: when its oldest row was written, none when it is empty."""
-    existing = _schemas_with_outbox(connection, schemas)
+def _of_existing(
+    connection: Connection,
+    schemas: Sequence[str],
+    ask: Callable[[Connection, Sequence[str]], dict[str, Answer]],
+) -> dict[str, Answer]:
+    """Ask about the outboxes that are there, in one statement for all."""
     try:
         with connection.begin_nested():
-            return _ask(connection, existing)
+            return ask(connection, _schemas_with_outbox(connection, schemas))
     except ProgrammingError:
         # One was dropped between the two statements; what is there now is asked once more.
-        return _ask(connection, _schemas_with_outbox(connection, schemas))
+        return ask(connection, _schemas_with_outbox(connection, schemas))
 
 
 def _schemas_with_outbox(connection: Connection, schemas: Sequence[str]) -> list[str]:
@@ -162,16 +168,30 @@ def _schemas_with_outbox(connection: Connection, schemas: Sequence[str]) -> list
     return list(found.scalars())
 
 
-def _ask(connection: Connection, schemas: Sequence[str]) -> dict[str, datetime | None]:
+def _oldest_rows(connection: Connection, schemas: Sequence[str]) -> dict[str, datetime | None]:
+    """By schema: when its oldest row was written, none when it is empty."""
+    # One index probe each. By id, not by time: the index is there, and ids follow time closely.
+    found = _union(connection, schemas, "SELECT {place}, created_at FROM {table} ORDER BY id LIMIT 1")
+    return {schema: found.get(place) for place, schema in enumerate(schemas)}
+
+
+def _row_counts(connection: Connection, schemas: Sequence[str]) -> dict[str, int]:
+    found = _union(
+        connection,
+        schemas,
+        "SELECT {place}, (SELECT count(*) FROM (SELECT 1 FROM {table} LIMIT " + str(COUNT_AT_MOST) + ") AS few)",
+    )
+    return {schema: found[place] for place, schema in enumerate(schemas)}
+
+
+def _union(connection: Connection, schemas: Sequence[str], query: str) -> dict[int, Any]:
     if not schemas:
         return {}
-    # One index probe each. By id, not by time: the index is there, and ids follow time closely.
     parts = (
-        f"(SELECT {place}, created_at FROM {driver_identifier(schema)}.ml_outbox ORDER BY id LIMIT 1)"
+        "(" + query.format(place=place, table=f"{driver_identifier(schema)}.ml_outbox") + ")"
         for place, schema in enumerate(schemas)
     )
-    found: dict[int, datetime] = dict(connection.exec_driver_sql(" UNION ALL ".join(parts)).tuples().all())
-    return {schema: found.get(place) for place, schema in enumerate(schemas)}
+    return dict(connection.exec_driver_sql(" UNION ALL ".join(parts)).tuples().all())
 
 
 def _note_broken(connection: Connection, broken: list[UUID], mended: list[UUID]) -> None:
@@ -215,18 +235,10 @@ def count_waiting(connection: Connection, entries: Iterable[TenantBacklog]) -> R
     schemas = [entry.tenant.schema for entry in entries if entry.standing is not Standing.BROKEN]
     rows, exact = 0, True
     for begin in range(0, len(schemas), CHUNK):
-        for count in _count(connection, schemas[begin : begin + CHUNK]):
+        for count in _of_existing(connection, schemas[begin : begin + CHUNK], _row_counts).values():
             rows += count
             exact = exact and count < COUNT_AT_MOST
     return RowCount(rows, len(schemas), exact)
-
-
-def _count(connection: Connection, schemas: Sequence[str]) -> list[int]:
-    parts = (
-        f"(SELECT count(*) FROM (SELECT 1 FROM {driver_identifier(schema)}.ml_outbox LIMIT {COUNT_AT_MOST}) AS few)"
-        for schema in schemas
-    )
-    return list(connection.exec_driver_sql(" UNION ALL ".join(parts)).scalars())
 
 
 def note_reachability(connection: Connection, target: str, *, reachable: bool, detail: str) -> Reachability:

@@ -38,9 +38,7 @@ class Call:
     dead: list[DeadLetter]
 
 
-def pack(
-    sink: Sink, tenant_id: UUID, rows: Sequence[OutboxRow], batch_size: int
-) -> Iterator[Batch | DeadLetter]:
+def pack(sink: Sink, tenant_id: UUID, rows: Sequence[OutboxRow], batch_size: int) -> Iterator[Batch | DeadLetter]:
     """Cut rows into batches by count and by serialized size, keeping their order.
 
     A row that is too large by itself is a dead letter that says its size.
@@ -55,9 +53,7 @@ def _fit(sink: Sink, tenant_id: UUID, rows: Sequence[OutboxRow]) -> Iterator[Bat
     if size <= limit:
         yield Batch(tenant_id, rows)
     elif len(rows) == 1:
-        yield DeadLetter(
-            rows[0].row_id, f"the row makes a message of {size:,} bytes; {sink.target} takes {limit:,}"
-        )
+        yield DeadLetter(rows[0].row_id, f"the row makes a message of {size:,} bytes; {sink.target} takes {limit:,}")
     else:
         middle = len(rows) // 2
         yield from _fit(sink, tenant_id, rows[:middle])
@@ -94,9 +90,7 @@ def deliver(sink: Sink, batch: Batch) -> Iterator[Call]:
         if verdict.rejected:
             accepted = [row_id for row_id in part.row_ids if row_id not in verdict.rejected]
             dead = [
-                DeadLetter(row_id, verdict.rejected[row_id])
-                for row_id in part.row_ids
-                if row_id in verdict.rejected
+                DeadLetter(row_id, verdict.rejected[row_id]) for row_id in part.row_ids if row_id in verdict.rejected
             ]
         else:
             accepted, dead = part.row_ids, []

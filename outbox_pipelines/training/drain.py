@@ -137,9 +137,7 @@ class TenantDrain:
             return self._guarded(lambda: self._conclude(Ending.CANCELLED))
         except LeaseLost as error:
             return self._ended(Ending.LEASE_LOST, str(error))
-        except (
-            Exception
-        ) as error:  # ServiceUnwell, the database's, and whatever a user's sink raises: the rows stay
+        except Exception as error:  # ServiceUnwell, the database's, and whatever a user's sink raises: the rows stay
             return self._fail(error)
 
     def _turn(self) -> bool:
@@ -218,9 +216,7 @@ class TenantDrain:
 
     def _settle(self, unsettled: outbox.Unsettled) -> Future[bool]:
         return self._database.submit(
-            lambda connection: outbox.settle(
-                connection, self._lease, self._tenant, unsettled, run_id=self._run_id
-            )
+            lambda connection: outbox.settle(connection, self._lease, self._tenant, unsettled, run_id=self._run_id)
         )
 
     def _settle_behind(self) -> None:
@@ -310,7 +306,10 @@ class TenantDrain:
             if getattr(error.orig, "sqlstate", None) in _MISSING:
                 return (
                     Problem.BROKEN,
-                    f"schema {self._tenant.schema!r} has no table ml_outbox: run `outbox migrate`, or remove the tenant",
+                    (
+                        f"schema {self._tenant.schema!r} has no table ml_outbox: "
+                        "run `outbox migrate`, or remove the tenant"
+                    ),
                 )
             return Problem.UNWELL, f"the database failed: {_first_line(error.orig)}"
         if isinstance(error, OutboxError):
@@ -330,12 +329,8 @@ class TenantDrain:
         for line in settled.delivered:
             report.rows += len(line.row_ids)
             report.batches += 1
-            report.first_id = (
-                line.row_ids[0] if report.first_id is None else min(report.first_id, line.row_ids[0])
-            )
-            report.last_id = (
-                line.row_ids[-1] if report.last_id is None else max(report.last_id, line.row_ids[-1])
-            )
+            report.first_id = line.row_ids[0] if report.first_id is None else min(report.first_id, line.row_ids[0])
+            report.last_id = line.row_ids[-1] if report.last_id is None else max(report.last_id, line.row_ids[-1])
         report.dead_letters += len(settled.dead)
 
 

@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 from uuid import UUID
 
 import psycopg
-from sqlalchemy import Connection
-from sqlalchemy.orm import Session
+from sqlalchemy import ARRAY, Connection, Text, cast, column, func, insert, quoted_name, select, table
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import Session, scoped_session
 
-from outbox_pipelines.database.quoting import driver_identifier
+from outbox_pipelines.database.quoting import quote_identifier
 from outbox_pipelines.errors import OutboxError
 from outbox_pipelines.settings import load_settings
 from outbox_pipelines.tenants.registry import Tenant, get_tenant
@@ -18,12 +19,17 @@ Example = Mapping[str, Any]
 """A JSON object: string keys, and values of null, booleans, finite numbers, strings, lists, objects."""
 
 
+Transaction = Session | scoped_session[Session] | Connection
+"""What an application has in its hand inside a transaction. (An ``AsyncSession`` offers its
+``Session`` through ``run_sync``.)"""
+
+
 class InvalidExample(OutboxError):
     """An example that cannot be stored; none of the call's examples was."""
 
 
 def enqueue_training(
-    session: Session | Connection,
+    session: Transaction,
     tenant: str | UUID | Tenant,
     examples: Iterable[Example],
     *,
@@ -53,21 +59,17 @@ def enqueue_training(
     found = get_tenant(connection, tenant)
     if not texts:
         return []
-    # WITH ORDINALITY: ids are given in the order of the examples.
-    rows = connection.exec_driver_sql(
-        f"""
-        INSERT INTO {driver_identifier(found.schema)}.ml_outbox (example)
-        SELECT new.example::jsonb
-        FROM unnest(%(examples)s::text[]) WITH ORDINALITY AS new (example, place) ORDER BY new.place
-        RETURNING id
-        """,
-        {"examples": texts},
-    )
-    return sorted(rows.scalars())
+    # Built by SQLAlchemy, not written out: the application's driver may be any.
+    outbox = table("ml_outbox", column("id"), column("example"), schema=quoted_name(found.schema, quote=True))
+    new = func.unnest(cast(texts, ARRAY(Text))).table_valued("example", with_ordinality="place").render_derived()
+    # In the order of the examples, and so are the ids that the rows are given.
+    ordered = select(cast(new.c.example, JSONB)).order_by(new.c.place)
+    inserted = connection.execute(insert(outbox).from_select(["example"], ordered).returning(outbox.c.id))
+    return sorted(inserted.scalars())
 
 
 def copy_training(
-    session: Session | Connection,
+    session: Transaction,
     tenant: str | UUID | Tenant,
     examples: Iterable[Example],
     *,
@@ -93,17 +95,16 @@ def copy_training(
             "enqueue_training works with every driver"
         )
     count = 0
-    # Not exec_driver_sql: COPY is the driver's own; a cursor without parameters reads % literally.
-    statement = f"COPY {driver_identifier(found.schema).replace('%%', '%')}.ml_outbox (example) FROM STDIN"
-    with cast("psycopg.Connection[Any]", driver).cursor().copy(statement.encode()) as copy:
+    statement = f"COPY {quote_identifier(found.schema)}.ml_outbox (example) FROM STDIN"
+    with driver.cursor().copy(statement.encode()) as copy:
         for text in _encode(examples, max_bytes):
             copy.write_row((text,))
             count += 1
     return count
 
 
-def _connection(session: Session | Connection) -> Connection:
-    return session.connection() if isinstance(session, Session) else session
+def _connection(session: Transaction) -> Connection:
+    return session if isinstance(session, Connection) else session.connection()
 
 
 def _encode(examples: Iterable[Example], max_bytes: int | None) -> Iterator[str]:
@@ -114,9 +115,7 @@ def _encode(examples: Iterable[Example], max_bytes: int | None) -> Iterator[str]
         try:
             yield _encode_one(example, limit)
         except _Flaw as flaw:
-            raise InvalidExample(
-                f"example {place} cannot be stored: {flaw}; no example of this call was"
-            ) from None
+            raise InvalidExample(f"example {place} cannot be stored: {flaw}; no example of this call was") from None
 
 
 class _Flaw(Exception):
@@ -127,9 +126,7 @@ def _encode_one(example: Example, limit: int) -> str:
     if not isinstance(example, Mapping):
         raise _Flaw(f"it is a {type(example).__name__}, and must be a JSON object (a dict)")
     try:
-        text = json.dumps(
-            dict(example), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_refuse
-        )
+        text = json.dumps(dict(example), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_refuse)
     except ValueError as error:
         told = "a number is NaN or infinite" if "JSON compliant" in str(error) else str(error)
         raise _Flaw(f"{told}, which JSON cannot say") from None
@@ -145,9 +142,7 @@ def _encode_one(example: Example, limit: int) -> str:
     except UnicodeEncodeError:
         raise _Flaw("a text or key holds half of a surrogate pair, which is not valid Unicode") from None
     if size > limit:
-        raise _Flaw(
-            f"it is {size:,} bytes of JSON, more than the {limit:,} allowed (OUTBOX_MAX_EXAMPLE_BYTES)"
-        )
+        raise _Flaw(f"it is {size:,} bytes of JSON, more than the {limit:,} allowed (OUTBOX_MAX_EXAMPLE_BYTES)")
     return text
 
 

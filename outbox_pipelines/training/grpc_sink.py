@@ -44,7 +44,7 @@ class GrpcSink:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._channel = _open_channel(settings)
-        self._train = training_pb2_grpc.TrainingStub(self._channel).TrainBatch
+        self._train = training_pb2_grpc.TrainingStub(self._channel).TrainBatch  # type: ignore[no-untyped-call]  # generated
         self._health = health_pb2_grpc.HealthStub(self._channel).Check
         token = settings.ml_token
         self._metadata = (("authorization", f"Bearer {token.get_secret_value()}"),) if token else ()
@@ -74,9 +74,7 @@ class GrpcSink:
         request.tenant = str(batch.tenant_id)
         request.batch_key = batch.key
         try:
-            response = self._train(
-                request, timeout=self._settings.ml_deadline_seconds, metadata=self._metadata
-            )
+            response = self._train(request, timeout=self._settings.ml_deadline_seconds, metadata=self._metadata)
         except grpc.RpcError as error:
             raise self._explain(error) from None
         except ValueError:
@@ -85,9 +83,7 @@ class GrpcSink:
         return self._read(batch, response)
 
     def _read(self, batch: Batch, response: training_pb2.TrainBatchResponse) -> Verdict:
-        rejected = {
-            rejection.id: rejection.reason or "rejected without a reason" for rejection in response.rejected
-        }
+        rejected = {rejection.id: rejection.reason or "rejected without a reason" for rejection in response.rejected}
         foreign = rejected.keys() - set(batch.row_ids)
         if foreign:
             raise ServiceUnwell(f"{self.target} answered for rows that were not sent ({len(foreign)} ids)")

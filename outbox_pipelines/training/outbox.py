@@ -48,9 +48,7 @@ class Unsettled:
     @property
     def gone_ids(self) -> list[int]:
         """The rows that are to leave the outbox."""
-        return [row_id for line in self.delivered for row_id in line.row_ids] + [
-            letter.row_id for letter in self.dead
-        ]
+        return [row_id for line in self.delivered for row_id in line.row_ids] + [letter.row_id for letter in self.dead]
 
 
 @dataclass(frozen=True)
@@ -79,9 +77,7 @@ def claim_tenant(
     return claimed if isinstance(claimed, Refused) else ClaimedTenant(claimed[0], claimed[1].failure_count)
 
 
-def read_rows(
-    connection: Connection, tenant: Tenant, *, limit: int, except_ids: Sequence[int]
-) -> list[OutboxRow]:
+def read_rows(connection: Connection, tenant: Tenant, *, limit: int, except_ids: Sequence[int]) -> list[OutboxRow]:
     """The oldest rows by id that are there, except those in flight.
 
     Never ``id > last seen``: a lower id may commit later than a higher one.
@@ -96,9 +92,7 @@ def read_rows(
     return [OutboxRow(*row) for row in rows]
 
 
-def settle(
-    connection: Connection, lease: Lease, tenant: Tenant, unsettled: Unsettled, *, run_id: str
-) -> bool:
+def settle(connection: Connection, lease: Lease, tenant: Tenant, unsettled: Unsettled, *, run_id: str) -> bool:
     """Delete delivered rows with their ledger lines, and bury the dead ones, in one statement.
 
     Safe because every part asks ``held``, which renews the lease and is empty when it is
@@ -169,9 +163,7 @@ def settle(
             )""")
         parameters["failed_ids"] = unsettled.failed_ids
         parameters["failure"] = error_text(unsettled.failure)
-    row = connection.exec_driver_sql(
-        f"WITH {', '.join(parts)} SELECT paused FROM held", parameters
-    ).one_or_none()
+    row = connection.exec_driver_sql(f"WITH {', '.join(parts)} SELECT paused FROM held", parameters).one_or_none()
     if row is None:
         raise lost(lease)
     return bool(row.paused)

@@ -39,9 +39,7 @@ class Client:
     ) -> None:
         address = f"127.0.0.1:{port}"
         self._channel = (
-            grpc.insecure_channel(address)
-            if credentials is None
-            else grpc.secure_channel(address, credentials)
+            grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
         )
         self._training = TrainingStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         self._health = health_pb2_grpc.HealthStub(self._channel)

@@ -63,11 +63,11 @@ def identities(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Identity]:
     for name in ("server", "client", "stranger"):
         identity = Identity(folder / f"{name}.pem", folder / f"{name}.key")
         subprocess.run(
-            [
-                *"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2".split(),
-                *f"-subj /CN={name} -addext subjectAltName=IP:127.0.0.1".split(),
-                *f"-keyout {name}.key -out {name}.pem".split(),
-            ],
+            (
+                f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+                f"-subj /CN={name} -addext subjectAltName=IP:127.0.0.1 "
+                f"-keyout {name}.key -out {name}.pem"
+            ).split(),
             cwd=folder,
             check=True,
             capture_output=True,
@@ -85,13 +85,9 @@ def credentials(server: Identity, client: Identity | None = None) -> grpc.Channe
 
 
 @needs_openssl
-def test_a_server_with_a_certificate_speaks_only_tls(
-    state_dir: Path, identities: dict[str, Identity]
-) -> None:
+def test_a_server_with_a_certificate_speaks_only_tls(state_dir: Path, identities: dict[str, Identity]) -> None:
     own, stranger = identities["server"], identities["stranger"]
-    with MlServer(
-        state_dir=state_dir, certificate=own.certificate, private_key=own.private_key, token=TOKEN
-    ) as server:
+    with MlServer(state_dir=state_dir, certificate=own.certificate, private_key=own.private_key, token=TOKEN) as server:
         with Client(server.port, token=TOKEN, credentials=credentials(own)) as client:
             assert list(client.train(rows(3)).accepted) == [1, 2, 3]
             assert client.health() == SERVING
@@ -143,9 +139,7 @@ def test_tls_files_that_cannot_work_are_named_at_start(
         "key of another": (own.certificate, identities["stranger"].private_key, None, "stranger.key"),
         "client CA not PEM": (own.certificate, own.private_key, junk, "junk.pem"),
     }[fault]
-    server = MlServer(
-        state_dir=state_dir, certificate=certificate, private_key=private_key, client_ca=client_ca
-    )
+    server = MlServer(state_dir=state_dir, certificate=certificate, private_key=private_key, client_ca=client_ca)
     with pytest.raises(TlsError, match=named):
         server.start()
     with MlServer(state_dir=state_dir):

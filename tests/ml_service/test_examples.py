@@ -79,9 +79,7 @@ SECRET = "s3cr3t"
 @given(
     st.recursive(
         st.sampled_from([SECRET, None, True, 1e300, float("nan")]),
-        lambda inner: (
-            st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["features", "label", "a"]), inner)
-        ),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["features", "label", "a"]), inner),
         max_leaves=8,
     )
 )

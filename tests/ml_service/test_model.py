@@ -4,6 +4,7 @@ import doctest
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 from types import ModuleType
@@ -88,9 +89,7 @@ def test_a_model_read_back_goes_on_bit_for_bit(
 
 @settings(deadline=None)
 @given(examples=EXAMPLES, question=FEATURES)
-def test_nothing_that_is_accepted_can_break_a_model(
-    examples: list[ParsedExample], question: dict[str, float]
-) -> None:
+def test_nothing_that_is_accepted_can_break_a_model(examples: list[ParsedExample], question: dict[str, float]) -> None:
     learning = OnlineModel()
     for example in examples:
         learning.learn(example)
@@ -103,6 +102,7 @@ def test_asking_teaches_nothing() -> None:
     for n in range(100):
         asked.probability({f"unknown {n}": 1.0, "hours": math.pi})
     assert json.dumps(asked.to_record()) == json.dumps(never_asked.to_record())
+    assert len(pickle.dumps(asked)) == len(pickle.dumps(never_asked))  # nor takes memory
 
 
 @pytest.mark.parametrize("module", [model, id_ranges], ids=["model", "id_ranges"])

@@ -18,18 +18,18 @@ from outbox_pipelines.ml_service.state import StateError, StateFolder, TenantSta
 
 from .rows import OTHER_TENANT, TENANT, answers, directly_trained, rows
 
-HOSTILE = [
-    "../../etc/passwd",
-    "/etc/passwd",
-    ".",
-    "..",
-    "a/b",
-    "a\x00b",
-    "\ud800",
-    "x" * 5000,
-    TENANT.upper(),
-    "é",
-]
+HOSTILE = {
+    "a way up": "../../state",
+    "an absolute path": "/no-such-folder/state",
+    "a dot": ".",
+    "two dots": "..",
+    "a slash": "a/b",
+    "a NUL": "a\x00b",
+    "half a character": "\ud800",
+    "very long": "x" * 5000,
+    "an upper-case UUID": TENANT.upper(),
+    "a letter beyond ASCII": "é",
+}
 
 
 @pytest.fixture
@@ -58,13 +58,11 @@ def test_a_tenant_never_saved_is_new_and_leaves_no_file(folder: StateFolder) -> 
     assert not folder.file_of(TENANT).exists()
 
 
-@pytest.mark.parametrize("tenant", HOSTILE)
+@pytest.mark.parametrize("tenant", HOSTILE.values(), ids=HOSTILE.keys())
 def test_no_tenant_name_leads_out_of_the_folder(folder: StateFolder, tenant: str) -> None:
     folder.save(tenant, learned(3))
     assert folder.file_of(tenant).parent == folder.path
-    assert [file.name for file in folder.path.iterdir() if file.suffix == ".state"] == [
-        folder.file_of(tenant).name
-    ]
+    assert [file.name for file in folder.path.iterdir() if file.suffix == ".state"] == [folder.file_of(tenant).name]
     assert folder.load(tenant).model.examples_seen == 3
 
 
@@ -82,7 +80,7 @@ def test_two_tenants_never_share_a_file(folder: StateFolder) -> None:
 DAMAGE = {
     "emptied": lambda _: b"",
     "cut short": lambda content: content[: len(content) // 2],
-    "one digit changed": lambda content: content.replace(b'"examples_seen":5', b'"examples_seen":6'),
+    "one digit more": lambda content: content.replace(b'"variance":', b'"variance":9', 1),
     "of another format": lambda content: content.replace(b"state-1", b"state-2"),
     "not ours": lambda _: b"\x80\x04pickle\x00",
 }
@@ -103,6 +101,14 @@ def test_a_damaged_file_is_an_error_with_a_remedy_never_a_new_model(
     assert file.read_bytes() == damaged
 
 
+def test_ids_and_model_that_do_not_agree_are_not_used(folder: StateFolder) -> None:
+    state = learned(5)
+    state.learned.add(6)  # as if learning had stopped half-way
+    folder.save(TENANT, state)
+    with pytest.raises(StateError, match="do not agree"):
+        folder.load(TENANT)
+
+
 def test_the_file_of_one_tenant_is_not_taken_for_another_s(folder: StateFolder) -> None:
     folder.save(TENANT, learned(5))
     shutil.copy(folder.file_of(TENANT), folder.file_of(OTHER_TENANT))
@@ -110,9 +116,7 @@ def test_the_file_of_one_tenant_is_not_taken_for_another_s(folder: StateFolder) 
         folder.load(OTHER_TENANT)
 
 
-def test_a_state_is_on_the_disk_before_it_takes_the_name(
-    folder: StateFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_is_on_the_disk_before_it_takes_the_name(folder: StateFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     fsync, replace = os.fsync, os.replace
 

@@ -133,9 +133,7 @@ def test_a_batch_above_the_message_limit_is_refused_whole(state_dir: Path) -> No
         client.train(rows(3))
 
 
-def test_a_state_that_cannot_be_saved_is_internal_and_the_retry_is_right(
-    client: Client, state_dir: Path
-) -> None:
+def test_a_state_that_cannot_be_saved_is_internal_and_the_retry_is_right(client: Client, state_dir: Path) -> None:
     sent = rows(20)
     client.train(sent[:10])
     obstacle = state_dir / f"{TENANT}.new"  # where the new state is written first

@@ -1,0 +1,1 @@
+"""How Dagster is run: the instance's settings."""

@@ -1,0 +1,1 @@
+"""Everything on one machine: `outbox dev` and `outbox demo`."""

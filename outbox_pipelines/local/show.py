@@ -1,0 +1,102 @@
+"""The demonstration as a person sees it."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from outbox_pipelines.local.demo import Proof, TenantCounts, prepare, prove, watch
+from outbox_pipelines.local.stack import Stack, running_stack
+from outbox_pipelines.settings import load_settings
+
+
+def run_demo(*, once: bool, quiet: bool, port: int | None) -> Proof:
+    """Start the stack, enqueue, watch, prove.
+
+    Args:
+        once: end after the proof; otherwise the UI stays up until Ctrl-C.
+        quiet: print nothing on standard output; progress goes to standard error.
+        port: the UI's port.
+    """
+    console = Console(stderr=quiet, highlight=False)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False)
+
+    def discard(_line: str) -> None:
+        """The processes' lines are in their log files."""
+
+    with running_stack(load_settings(), say=say, log=discard, port=port) as stack:
+        began = time.monotonic()
+        say("enqueueing 1,250 real training rows and 2 that must be refused, for five tenants …")
+        prepared = prepare(stack.database.engine)
+        say(f"the sensor polls every {stack.settings.poll_seconds} s; runs appear at {stack.ui_url}/runs")
+        with _view(console) as show:
+            watch(stack, prepared, show)
+        proof = prove(stack, prepared, seconds=time.monotonic() - began)
+        _tell(proof, say)
+        if not once and not proof.flaws:
+            _stay(stack, say)
+    return proof
+
+
+def _tell(proof: Proof, say: Callable[[str], None]) -> None:
+    say(
+        f"{proof.enqueued:,} rows enqueued: {proof.delivered:,} delivered in {proof.runs} runs, "
+        f"{proof.dead_lettered} dead letters (expected), {proof.pending} pending, {proof.duplicates} duplicates, "
+        f"{proof.seconds:.1f} s"
+    )
+    if not proof.flaws:
+        say(
+            "proof: every model trained through the outbox predicts bit for bit like one trained directly; "
+            "the ledger lists every id once; the outboxes are empty"
+        )
+
+
+def _stay(stack: Stack, say: Callable[[str], None]) -> None:
+    say(f"look around: {stack.ui_url} (Ctrl-C stops everything)")
+    try:
+        while True:
+            stack.check()
+            time.sleep(0.5)
+    except KeyboardInterrupt:
+        return
+
+
+@contextmanager
+def _view(console: Console) -> Iterator[Callable[[list[TenantCounts]], None]]:
+    """A table that is redrawn on a terminal; elsewhere a line whenever the numbers change."""
+    if console.is_terminal and sys.stdin.isatty():
+        with Live(console=console, refresh_per_second=4) as live:
+            yield lambda counts: live.update(_table(counts))
+        return
+    last: list[int] = []
+
+    def show(counts: list[TenantCounts]) -> None:
+        waiting = [entry.waiting for entry in counts]
+        if waiting != last:
+            last[:] = waiting
+            console.print("waiting: " + ", ".join(f"{entry.name} {entry.waiting}" for entry in counts), markup=False)
+
+    yield show
+
+
+def _table(counts: list[TenantCounts]) -> Table:
+    table = Table("tenant", title="training outboxes", title_justify="left")
+    for head in ("waiting", "delivered", "dead letters", "runs"):
+        table.add_column(head, justify="right")
+    table.add_column("last delivery")
+    for entry in counts:
+        table.add_row(
+            entry.name,
+            f"{entry.waiting:,}",
+            f"{entry.delivered:,}",
+            str(entry.dead_lettered),
+            str(entry.runs),
+            f"{entry.last_delivery.astimezone():%H:%M:%S}" if entry.last_delivery else "",
+        )
+    return table

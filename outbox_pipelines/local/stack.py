@@ -1,0 +1,315 @@
+"""Run everything that the product needs on one machine, and stop all of it again."""
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from sqlalchemy import make_url
+
+from outbox_pipelines.database.database import Database, ensure_database
+from outbox_pipelines.database.migrate import migrate
+from outbox_pipelines.database.url import dagster_storage_url, render
+from outbox_pipelines.errors import OutboxError
+from outbox_pipelines.settings import Settings, load_settings
+from outbox_pipelines.training.grpc_sink import GrpcSink
+
+STORAGE_VARIABLE = "OUTBOX_DAGSTER_STORAGE_URL"
+"""What dagster_home/dagster.yaml reads: Dagster's database with its driver written out."""
+
+_READY_SECONDS = 120.0
+_STOP_SECONDS = 20.0
+_POLL_SECONDS = 0.1
+_HOST = "127.0.0.1"
+
+Say = Callable[[str], None]
+"""Tells a person what is going on, one line at a time."""
+
+
+class ComponentFailed(OutboxError):
+    """A process of the stack ended or did not become ready; the text ends with its last lines."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A running stack."""
+
+    ui_url: str
+    settings: Settings
+    """The settings that its processes run with: addresses filled in."""
+
+    database: Database
+    environment: Mapping[str, str]
+    """What another process needs to join: addresses, and DAGSTER_HOME."""
+
+    components: Sequence["Component"]
+
+    def check(self) -> None:
+        """Raise when a process has ended by itself."""
+        for component in self.components:
+            component.check()
+
+
+class Component:
+    """A process of the stack, in a session of its own: a terminal's Ctrl-C reaches only us."""
+
+    def __init__(
+        self, name: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path, say: Say
+    ) -> None:
+        self.name = name
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, args=(say,), name=f"log-{name}", daemon=True)
+        self._reader.start()
+
+    def _read(self, say: Say) -> None:
+        assert self._process.stdout is not None
+        with self.log.open("w") as file:
+            for line in self._process.stdout:
+                file.write(line)
+                file.flush()
+                say(f"{self.name:>10} | {line.rstrip()}")
+
+    def check(self) -> None:
+        """Raise :class:`ComponentFailed` when the process has ended."""
+        code = self._process.poll()
+        if code is not None:
+            self._reader.join(timeout=1)
+            raise ComponentFailed(f"{self.name} ended with code {code}; {self._last_lines()}")
+
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Wait until ``ready`` says so."""
+        ends_at = time.monotonic() + _READY_SECONDS
+        while not ready():
+            self.check()
+            if time.monotonic() > ends_at:
+                raise ComponentFailed(f"{self.name} was not ready after {_READY_SECONDS:.0f} s; {self._last_lines()}")
+            time.sleep(_POLL_SECONDS)
+
+    def stop(self) -> None:
+        """Ask the process to end, wait, and kill what is left of its session.
+
+        A second interrupt while waiting shortens the wait; nothing is left behind.
+        """
+        try:
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_STOP_SECONDS)
+        finally:
+            self._kill_session()
+            self._process.wait()
+            self._reader.join(timeout=1)
+
+    def _kill_session(self) -> None:
+        # Run workers and code servers are in the session of the process that started them.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _last_lines(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-15:] if self.log.exists() else []
+        return f"its log is {self.log}:\n" + "\n".join(lines)
+
+
+@contextmanager
+def running_stack(settings: Settings, *, say: Say, log: Say, port: int | None = None) -> Iterator[Stack]:
+    """Start database, migrations, ML service, webserver and daemon; stop them at the end.
+
+    Args:
+        settings: as the user gave them. Without ``OUTBOX_ML_TARGET`` a reference ML service
+            is started; without ``OUTBOX_DATABASE_URL`` the embedded server.
+        say: told what is being waited for.
+        log: told every line that the processes print.
+        port: the webserver's; 3000 or the next free one when not given.
+
+    Raises:
+        OutboxError: saying which part failed, with its last lines.
+    """
+    with ExitStack() as stack, _signals_as_interrupt():
+        home = settings.home.absolute()
+        home.mkdir(parents=True, exist_ok=True)
+        database = stack.enter_context(Database(settings, application_name="outbox dev"))
+        began = time.monotonic()
+        say("database: " + _describe_database(settings, home))
+        url = database.url
+        changed = migrate(database.engine)
+        say(f"database: ready after {time.monotonic() - began:.1f} s, {changed} schemas migrated")
+        environment = {
+            "OUTBOX_DATABASE_URL": url,
+            "OUTBOX_HOME": str(home),
+            "DAGSTER_HOME": str(_dagster_home(home)),
+            STORAGE_VARIABLE: _storage_url(settings, url),
+        }
+        components: list[Component] = []
+
+        def start(name: str, arguments: Sequence[str]) -> Component:
+            component = Component(name, arguments, environment, home / "logs" / f"{name}.log", log)
+            stack.callback(component.stop)
+            components.append(component)
+            return component
+
+        if "ml_target" not in settings.model_fields_set:
+            environment["OUTBOX_ML_TARGET"] = _start_ml_service(start, home, say)
+        effective = load_settings(
+            **{
+                **settings.model_dump(exclude_unset=True),
+                "ml_target": environment.get("OUTBOX_ML_TARGET", settings.ml_target),
+            }
+        )
+        web_port = _port(port, 3000, "webserver", say)
+        say("dagster: starting code server, webserver and daemon (importing Dagster takes some seconds) …")
+        began = time.monotonic()
+        dagster = start(
+            "dagster",
+            ["-W", "ignore", "-m", "dagster", "dev", "-w", str(_workspace(home)), "-h", _HOST, "-p", str(web_port)],
+        )
+        ui_url = f"http://{_HOST}:{web_port}"
+        dagster.wait_until(lambda: _answers(f"{ui_url}/server_info"))
+        say(f"dagster: ready after {time.monotonic() - began:.1f} s, the UI is at {ui_url}")
+        try:
+            yield Stack(ui_url, effective, database, environment, components)
+        finally:
+            say("stopping …")
+
+
+def _start_ml_service(start: Callable[[str, Sequence[str]], Component], home: Path, say: Say) -> str:
+    if importlib.util.find_spec("river") is None:
+        raise OutboxError(
+            "no ML service is named and the reference service is not installed: set OUTBOX_ML_TARGET, "
+            "or run: pip install 'outbox-pipelines[ml-service]'"
+        )
+    port = _port(None, 50051, "ml-service", say)
+    target = f"{_HOST}:{port}"
+    say(f"ml-service: starting on {target} …")
+    arguments = ["-m", "outbox_pipelines.cli", "ml-service", "--port", str(port)]
+    service = start("ml-service", [*arguments, "--state-dir", str(home / "ml-state")])
+
+    def serving() -> bool:
+        sink = GrpcSink(load_settings(ml_target=target, ml_token=None))
+        try:
+            return sink.probe().reachable
+        finally:
+            sink.close()
+
+    service.wait_until(serving)
+    say("ml-service: ready")
+    return target
+
+
+def _describe_database(settings: Settings, home: Path) -> str:
+    if settings.database_url is None:
+        return f"starting the embedded PostgreSQL under {home / 'postgres'} …"
+    return "connecting to OUTBOX_DATABASE_URL …"
+
+
+def _storage_url(settings: Settings, url: str) -> str:
+    """Dagster's own database, beside the outboxes unless the user named one."""
+    if settings.dagster_database_url is not None:
+        return render(dagster_storage_url(settings.dagster_database_url.get_secret_value()))
+    beside = make_url(url)
+    name = f"{beside.database}_dagster"
+    try:
+        ensure_database(settings, url, name)
+    except OutboxError:
+        raise
+    except Exception as error:  # most often the right to create databases is missing; any cause has the same remedy
+        raise OutboxError(
+            f"Dagster's database {name!r} could not be created ({type(error).__name__}): create it, "
+            "or set OUTBOX_DAGSTER_DATABASE_URL to a database for Dagster's own tables"
+        ) from error
+    return render(dagster_storage_url(beside.set(database=name)))
+
+
+def _dagster_home(home: Path) -> Path:
+    """The folder with dagster.yaml: the user's, the checkout's, or one made from the package's copy."""
+    named = os.environ.get("DAGSTER_HOME")
+    if named:
+        return Path(named).absolute()
+    checkout = Path("dagster_home").absolute()
+    if (checkout / "dagster.yaml").exists():
+        return checkout
+    made = home / "dagster_home"
+    made.mkdir(parents=True, exist_ok=True)
+    packaged = Path(__file__).parents[1] / "launch" / "dagster.yaml"
+    if not packaged.exists():
+        packaged = Path(__file__).parents[2] / "dagster_home" / "dagster.yaml"
+    (made / "dagster.yaml").write_text(packaged.read_text())
+    return made
+
+
+def _workspace(home: Path) -> Path:
+    given = Path("workspace.yaml").absolute()
+    if given.exists():
+        return given
+    made = home / "workspace.yaml"
+    made.write_text("load_from:\n  - python_module: outbox_pipelines.definitions\n")
+    return made
+
+
+def _port(wanted: int | None, usual: int, name: str, say: Say) -> int:
+    """The wanted port, or the usual one, or a free one, saying which."""
+    if wanted is not None:
+        if not _is_free(wanted):
+            raise OutboxError(f"{name}: port {wanted} is taken; leave --port out to use a free one")
+        return wanted
+    if _is_free(usual):
+        return usual
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        port: int = probe.getsockname()[1]
+    say(f"{name}: port {usual} is taken, using {port}")
+    return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_HOST, port))
+        except OSError:
+            return False
+        return True
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+@contextmanager
+def _signals_as_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the stack like Ctrl-C does: everything is stopped."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,98 @@
+"""What became of one row: the answer to "who sent row 123"."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+
+from sqlalchemy import Connection, text
+
+from outbox_pipelines.database.quoting import driver_identifier
+from outbox_pipelines.tenants.registry import Tenant
+
+
+class Fate(StrEnum):
+    """Where a row is."""
+
+    DELIVERED = "delivered"
+    DEAD = "dead letter"
+    WAITING = "waiting"
+    UNKNOWN = "unknown"
+    """Never written, removed by hand, or older than the ledger."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A line of the ledger."""
+
+    run_id: str
+    delivered_at: datetime
+    batch_key: str
+    rows: int
+    """Rows of that call."""
+
+    first_id: int
+    last_id: int
+
+
+@dataclass(frozen=True)
+class RowHistory:
+    """Everything that is known of a row."""
+
+    tenant: Tenant
+    row_id: int
+    fate: Fate
+    deliveries: list[Delivery]
+    """More than one only when the row was put back by hand after a delivery."""
+
+    created_at: datetime | None = None
+    attempts: int = 0
+    """Failed attempts while it waited."""
+
+    reason: str | None = None
+    """Why it is dead, or its last failure while it waits."""
+
+    run_id: str | None = None
+    """The run that took a dead letter out."""
+
+    died_at: datetime | None = None
+
+
+def trace_row(connection: Connection, tenant: Tenant, row_id: int) -> RowHistory:
+    """Look a row up in the ledger, the dead letters and the outbox."""
+    deliveries = [
+        Delivery(row.run_id, row.delivered_at, row.batch_key, row.rows, row.first_id, row.last_id)
+        for row in connection.execute(
+            text("""
+                SELECT run_id, delivered_at, batch_key, cardinality(row_ids) AS rows, first_id, last_id
+                FROM outbox.training_ledger
+                WHERE tenant_id = :tenant AND last_id >= :row AND first_id <= :row AND :row = ANY (row_ids)
+                ORDER BY delivered_at
+            """),
+            {"tenant": tenant.tenant_id, "row": row_id},
+        )
+    ]
+    schema = driver_identifier(tenant.schema)
+    dead = connection.exec_driver_sql(
+        f"SELECT created_at, attempts, reason, run_id, died_at FROM {schema}.ml_outbox_dead WHERE id = %(id)s",
+        {"id": row_id},
+    ).one_or_none()
+    if dead is not None:
+        return RowHistory(
+            tenant,
+            row_id,
+            Fate.DEAD,
+            deliveries,
+            dead.created_at,
+            dead.attempts,
+            dead.reason,
+            dead.run_id,
+            dead.died_at,
+        )
+    waiting = connection.exec_driver_sql(
+        f"SELECT created_at, attempts, last_error FROM {schema}.ml_outbox WHERE id = %(id)s", {"id": row_id}
+    ).one_or_none()
+    if waiting is not None:
+        return RowHistory(
+            tenant, row_id, Fate.WAITING, deliveries, waiting.created_at, waiting.attempts, waiting.last_error
+        )
+    return RowHistory(tenant, row_id, Fate.DELIVERED if deliveries else Fate.UNKNOWN, deliveries)

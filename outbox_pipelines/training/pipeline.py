@@ -1,0 +1,361 @@
+"""The training outbox in Dagster: partitions, flush jobs and the sensor that polls."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import dagster as dg
+from dagster import DagsterRunStatus, MetadataValue, RunsFilter
+from pydantic import Field
+
+from outbox_pipelines.database.database import Database
+from outbox_pipelines.settings import Settings, TrainMode
+from outbox_pipelines.tenants.registry import Tenant, UnknownTenant, get_tenant
+from outbox_pipelines.training import outbox
+from outbox_pipelines.training.backlog import (
+    Backlog,
+    Standing,
+    TenantBacklog,
+    count_waiting,
+    look,
+    note_reachability,
+    spoken,
+)
+from outbox_pipelines.training.drain import Ending, TenantReport
+from outbox_pipelines.training.flusher import Flusher, FlushReport
+from outbox_pipelines.training.sink import SinkFactory
+
+TENANT_TAG = "outbox/tenant"
+TRIGGER_TAG = "outbox/trigger"
+GROUP = "training_outbox"
+PARTITIONS_CHUNK = 1_000
+"""Partitions added or deleted in one request."""
+
+_TABLE_ROWS = 100
+_IN_PROGRESS = [
+    DagsterRunStatus.QUEUED,
+    DagsterRunStatus.NOT_STARTED,
+    DagsterRunStatus.STARTING,
+    DagsterRunStatus.STARTED,
+    DagsterRunStatus.CANCELING,
+]
+
+tenants_partitions = dg.DynamicPartitionsDefinition(name="tenants")
+
+
+class FlushConfig(dg.Config):
+    """What one flush run may do; the defaults are the installation's settings."""
+
+    dry_run: bool = Field(False, description="Only count what waits; claim, send and delete nothing.")
+    max_turns: int | None = Field(
+        None, ge=1, le=1_000_000, description="Turns of each tenant at most (a turn is up to OUTBOX_MAX_ROWS_PER_TURN)."
+    )
+    budget_seconds: float | None = Field(
+        None, ge=0, le=3600, description="Seconds after which no further turn begins; OUTBOX_BUDGET_SECONDS if unset."
+    )
+
+
+class FleetFlushConfig(FlushConfig):
+    """A flush of several tenants in one run."""
+
+    tenants: list[str] = Field(min_length=1, max_length=10_000, description="Names of the tenants to flush.")
+
+
+@dataclass(frozen=True)
+class TrainingPipeline:
+    """Makes the definitions of the training outbox for one installation."""
+
+    settings: Settings
+    database: Database
+    make_sink: SinkFactory
+
+    def definitions(self) -> dg.Definitions:
+        """Two jobs and the sensor that launches them."""
+        tenant_flush, fleet_flush = self._jobs()
+        return dg.Definitions(jobs=[tenant_flush, fleet_flush], sensors=[self._sensor(tenant_flush, fleet_flush)])
+
+    def _jobs(self) -> tuple[dg.JobDefinition, dg.JobDefinition]:
+        tags = {"dagster/kind/postgres": "", "dagster/kind/grpc": ""}
+
+        @dg.op(
+            name="flush_tenant",
+            description="Claim the tenant's lease, send its rows in batches, delete what was delivered.",
+            out=dg.Out(dg.Nothing),
+            tags=tags,
+        )
+        def flush_tenant(context: dg.OpExecutionContext, config: FlushConfig) -> Iterable[dg.Output[None]]:
+            yield self._flush(context, config, [context.partition_key])
+
+        @dg.op(
+            name="flush_fleet",
+            description="Claim one tenant after another and flush them side by side, turn by turn.",
+            out=dg.Out(dg.Nothing),
+            tags=tags,
+        )
+        def flush_fleet(context: dg.OpExecutionContext, config: FleetFlushConfig) -> Iterable[dg.Output[None]]:
+            yield self._flush(context, config, config.tenants)
+
+        @dg.job(
+            name="tenant_flush",
+            description="Carries a tenant's training examples to the ML service. Launch or backfill any tenants here.",
+            config=dg.PartitionedConfig(
+                partitions_def=tenants_partitions,
+                run_config_for_partition_key_fn=lambda _tenant: {},
+                tags_for_partition_key_fn=lambda tenant: {TENANT_TAG: tenant},
+            ),
+            executor_def=dg.in_process_executor,
+            tags={TRIGGER_TAG: "manual"},
+            metadata={"ledger": "outbox.training_ledger"},
+        )
+        def tenant_flush() -> None:
+            flush_tenant()
+
+        @dg.job(
+            name="fleet_flush",
+            description="Carries many tenants' training examples in one run, when more are due than runs are started.",
+            executor_def=dg.in_process_executor,
+            tags={TRIGGER_TAG: "manual"},
+            metadata={"ledger": "outbox.training_ledger"},
+        )
+        def fleet_flush() -> None:
+            flush_fleet()
+
+        return tenant_flush, fleet_flush
+
+    def _sensor(self, tenant_flush: dg.JobDefinition, fleet_flush: dg.JobDefinition) -> dg.SensorDefinition:
+        @dg.sensor(
+            name="training_outbox_sensor",
+            description="Looks which tenants have training rows waiting and starts their flush runs.",
+            jobs=[tenant_flush, fleet_flush],
+            minimum_interval_seconds=self.settings.poll_seconds,
+            default_status=dg.DefaultSensorStatus.RUNNING,
+        )
+        def training_outbox_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
+            return self._poll(context)
+
+        return training_outbox_sensor
+
+    # The runs
+
+    def _flush(self, context: dg.OpExecutionContext, config: FlushConfig, names: Sequence[str]) -> dg.Output[None]:
+        engine = self.database.migrated_engine()
+        tenants, unknown = [], []
+        with engine.connect() as connection:
+            for name in dict.fromkeys(names):
+                try:
+                    tenants.append(get_tenant(connection, name))
+                except UnknownTenant as error:
+                    # Removed since the run was requested: the others are not affected.
+                    unknown.append(str(error))
+            if config.dry_run:
+                return self._dry_run(context, [(tenant, outbox.count_rows(connection, tenant)) for tenant in tenants])
+        if unknown and not tenants:
+            raise dg.Failure(unknown[0], allow_retries=False)
+        sink = self.make_sink()
+        try:
+            report = Flusher(engine, sink, self.settings, run_id=context.run_id).flush(
+                tenants, max_turns=config.max_turns, budget_seconds=config.budget_seconds
+            )
+        finally:
+            sink.close()
+        for entry in report.tenants:
+            context.log.info(_line(entry))
+        metadata = _metadata(report, context.run_id)
+        if report.failed:
+            raise dg.Failure(_failure(report), metadata=metadata, allow_retries=False)
+        return dg.Output(None, metadata=metadata)
+
+    def _dry_run(self, context: dg.OpExecutionContext, counts: list[tuple[Tenant, int]]) -> dg.Output[None]:
+        rows = sum(count for _, count in counts)
+        context.log.info(f"dry run: {rows:,} rows wait; nothing was sent")
+        table = [dg.TableRecord({"tenant": tenant.name, "rows": count}) for tenant, count in counts[:_TABLE_ROWS]]
+        return dg.Output(None, metadata={"rows waiting": rows, "tenants": MetadataValue.table(table)})
+
+    # The sensor
+
+    def _poll(self, context: dg.SensorEvaluationContext) -> dg.SensorResult:
+        engine = self.database.migrated_engine()
+        with engine.begin() as connection:
+            backlog = look(connection)
+        changes = _partition_changes(
+            set(context.instance.get_dynamic_partitions("tenants")), {entry.tenant.name for entry in backlog.tenants}
+        )
+        if self.settings.train_mode is TrainMode.LOCAL:
+            skip = self._nothing(backlog, "OUTBOX_TRAIN_MODE=local: flushing is off")
+            return dg.SensorResult(skip_reason=skip, dynamic_partitions_requests=changes)
+        due = backlog.due
+        if due:
+            unreachable = self._unreachable(backlog)
+            if unreachable is not None:
+                return dg.SensorResult(skip_reason=unreachable, dynamic_partitions_requests=changes)
+            in_flight = _tenants_in_flight(context.instance)
+            due = [entry for entry in due if entry.tenant.name not in in_flight]
+        if not due:
+            return dg.SensorResult(skip_reason=_standings(backlog), dynamic_partitions_requests=changes)
+        requests = _deal([entry.tenant.name for entry in due], self.settings.runs_per_tick)
+        return dg.SensorResult(run_requests=requests, dynamic_partitions_requests=changes)
+
+    def _unreachable(self, backlog: Backlog) -> str | None:
+        sink = self.make_sink()
+        try:
+            health = sink.probe()
+        finally:
+            sink.close()
+        with self.database.engine.begin() as connection:
+            known = note_reachability(connection, sink.target, reachable=health.reachable, detail=health.detail)
+        if known.reachable:
+            return None
+        return self._nothing(backlog, f"{sink.target} unreachable since {known.since:%H:%M:%S} UTC ({known.detail})")
+
+    def _nothing(self, backlog: Backlog, fact: str) -> str:
+        with self.database.engine.begin() as connection:
+            count = count_waiting(connection, backlog.waiting)
+        return f"{fact}; {count} wait" if count.rows else f"{fact}; no rows wait"
+
+
+def _tenants_in_flight(instance: dg.DagsterInstance) -> set[str]:
+    """Tenants that a queued or running flush already covers.
+
+    Only to spare runs: what keeps two runs off one tenant is its lease.
+    """
+    tenants: set[str] = set()
+    for run in instance.get_runs(RunsFilter(job_name="tenant_flush", statuses=_IN_PROGRESS)):
+        tenants.update(filter(None, [run.tags.get(TENANT_TAG)]))
+    for run in instance.get_runs(RunsFilter(job_name="fleet_flush", statuses=_IN_PROGRESS)):
+        config: Any = run.run_config
+        tenants.update(config.get("ops", {}).get("flush_fleet", {}).get("config", {}).get("tenants", []))
+    return tenants
+
+
+def _deal(tenants: Sequence[str], runs: int) -> list[dg.RunRequest]:
+    """A run each, or as many fleet runs with the tenants dealt out like cards.
+
+    No run key: it would block a tenant for as long as the run's row exists. A request that
+    comes twice gives a run that finds the lease taken or nothing to send, and ends well.
+    """
+    if len(tenants) <= runs:
+        return [
+            dg.RunRequest(
+                job_name="tenant_flush", partition_key=tenant, tags={TENANT_TAG: tenant, TRIGGER_TAG: "sensor"}
+            )
+            for tenant in tenants
+        ]
+    return [
+        dg.RunRequest(
+            job_name="fleet_flush",
+            run_config={"ops": {"flush_fleet": {"config": {"tenants": list(tenants[place::runs])}}}},
+            tags={TRIGGER_TAG: "sensor"},
+        )
+        for place in range(runs)
+    ]
+
+
+def _partition_changes(
+    known: set[str], registered: set[str]
+) -> list[dg.AddDynamicPartitionsRequest | dg.DeleteDynamicPartitionsRequest]:
+    """The differences alone, in chunks."""
+    added, gone = sorted(registered - known), sorted(known - registered)
+    return [
+        *(tenants_partitions.build_add_request(chunk) for chunk in _chunks(added)),
+        *(tenants_partitions.build_delete_request(chunk) for chunk in _chunks(gone)),
+    ]
+
+
+def _chunks(names: list[str]) -> list[list[str]]:
+    return [names[begin : begin + PARTITIONS_CHUNK] for begin in range(0, len(names), PARTITIONS_CHUNK)]
+
+
+# Texts for people
+
+
+def _standings(backlog: Backlog) -> str:
+    """Why nobody is flushed, as facts."""
+    waiting = backlog.waiting
+    broken = backlog.standing(Standing.BROKEN)
+    if not waiting:
+        facts = [f"looked at {len(backlog.tenants):,} tenants: no rows wait"]
+    else:
+        oldest = min(entry.oldest for entry in waiting if entry.oldest is not None)
+        facts = [f"{len(waiting):,} tenants have rows, the oldest for {spoken(backlog.asked_at - oldest)}"]
+        in_flight = [entry for entry in waiting if entry.standing in {Standing.LEASED, Standing.DUE}]
+        facts += _counted(len(in_flight), "in flight")
+        facts += _counted(len(backlog.standing(Standing.PAUSED)), "paused")
+        backing_off = backlog.standing(Standing.BACKING_OFF)
+        if backing_off:
+            first = min(entry.next_attempt_at for entry in backing_off if entry.next_attempt_at is not None)
+            facts.append(f"{len(backing_off):,} back off, the first until {first:%H:%M:%S} UTC")
+            facts += _refusals(backing_off)
+    facts += _counted(len(broken), "without their schema or table")
+    return "; ".join(facts)
+
+
+def _refusals(entries: Iterable[TenantBacklog]) -> list[str]:
+    refused = [entry for entry in entries if entry.problem is not None and entry.problem.value == "misconfigured"]
+    return [f"{refused[0].last_error} ({len(refused):,} tenants)"] if refused else []
+
+
+def _counted(count: int, what: str) -> list[str]:
+    return [f"{count:,} {what}"] if count else []
+
+
+def _line(report: TenantReport) -> str:
+    line = f"tenant {report.tenant.name}: {report.ending}, {report.rows:,} rows in {report.batches:,} batches"
+    if report.dead_letters:
+        line += f", {report.dead_letters:,} dead letters"
+    return f"{line} ({report.detail})" if report.detail else line
+
+
+def _failure(report: FlushReport) -> str:
+    """One clear line: what, whose, what next."""
+    failed = report.failed
+    first = failed[0]
+    line = f"tenant {first.tenant.name}: rows stay: {first.detail}"
+    if len(report.tenants) == 1:
+        return line
+    return (
+        f"{len(failed):,} of {len(report.tenants):,} tenants failed, {report.rows:,} rows of the others were "
+        f"delivered; the first: {line}"
+    )
+
+
+def _metadata(report: FlushReport, run_id: str) -> dict[str, Any]:
+    query = (
+        "```sql\nSELECT delivered_at, batch_key, row_ids FROM outbox.training_ledger\n"
+        f"WHERE run_id = '{run_id}' ORDER BY delivered_at;\n```"
+    )
+    firsts = [entry.first_id for entry in report.tenants if entry.first_id is not None]
+    lasts = [entry.last_id for entry in report.tenants if entry.last_id is not None]
+    metadata: dict[str, Any] = {
+        "rows": report.rows,
+        "batches": report.batches,
+        "rejected": report.dead_letters,
+        "seconds": round(report.seconds, 3),
+        "ledger": MetadataValue.md(query),
+    }
+    if len(report.tenants) == 1:
+        metadata["ended"] = _ended(report.tenants[0])
+        if firsts:
+            metadata["first id"], metadata["last id"] = min(firsts), max(lasts)
+        return metadata
+    records = [
+        dg.TableRecord(
+            {
+                "tenant": entry.tenant.name,
+                "ended": _ended(entry),
+                "rows": entry.rows,
+                "batches": entry.batches,
+                "rejected": entry.dead_letters,
+                "first id": entry.first_id or 0,
+                "last id": entry.last_id or 0,
+                "seconds": round(entry.seconds, 3),
+            }
+        )
+        for entry in sorted(report.tenants, key=lambda entry: entry.ending is not Ending.FAILED)[:_TABLE_ROWS]
+    ]
+    metadata["tenants"] = len(report.tenants)
+    metadata["by tenant"] = MetadataValue.table(records)
+    return metadata
+
+
+def _ended(report: TenantReport) -> str:
+    return f"{report.ending}: {report.detail}" if report.detail else str(report.ending)
