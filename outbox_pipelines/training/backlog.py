@@ -191,7 +191,7 @@ def _union(connection: Connection, schemas: Sequence[str], query: str) -> dict[i
         "(" + query.format(place=place, table=f"{driver_identifier(schema)}.ml_outbox") + ")"
         for place, schema in enumerate(schemas)
     )
-    return dict(connection.exec_driver_sql(" UNION ALL ".join(parts)).tuples().all())
+    return dict(connection.exec_driver_sql(" UNION ALL ".join(parts)).all())
 
 
 def _note_broken(connection: Connection, broken: list[UUID], mended: list[UUID]) -> None:
