@@ -92,6 +92,12 @@ class EmbeddedServer:
             if self._nobody_uses_it():
                 self._stop()
 
+    def restart(self) -> None:
+        """Stop and start the server, whoever uses it; connections are cut."""
+        with self._exclusively():
+            self._stop()
+            self._start()
+
     # Life of the server; each runs under the exclusive lock.
 
     def _initialize(self) -> None:
