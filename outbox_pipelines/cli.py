@@ -22,6 +22,7 @@ import typer
 
 from outbox_pipelines import __version__
 from outbox_pipelines.errors import OutboxError
+from outbox_pipelines.wording import counted
 
 app = typer.Typer(
     help="Drain transactional outboxes in PostgreSQL, with proof.\n\nSettings are OUTBOX_* environment variables.",
@@ -56,7 +57,7 @@ def migrate(as_json: AsJson = False) -> None:
     with _database(migrated=False) as engine:
         changed = migrate_all(engine)
         where = describe(engine)
-    _print(as_json, {"changed": changed, "database": where}, f"{where}: {changed} schemas changed")
+    _print(as_json, {"changed": changed, "database": where}, f"{where}: {counted(changed, 'schema')} changed")
 
 
 @tenants_app.command("add", epilog=_example("outbox tenants add acme", "outbox tenants add acme --schema school_acme"))
@@ -77,7 +78,8 @@ def tenants_add(
 @tenants_app.command("list", epilog=_example("outbox tenants list", "outbox tenants list --json"))
 def tenants_list(as_json: AsJson = False) -> None:
     """List the tenants, what waits and what is wrong."""
-    from outbox_pipelines.training.backlog import look, spoken
+    from outbox_pipelines.training.backlog import look
+    from outbox_pipelines.wording import spoken
 
     with _database() as engine, engine.begin() as connection:
         backlog = look(connection)
@@ -137,7 +139,9 @@ def flush(
     tenant: Annotated[list[str] | None, typer.Option(help="A tenant; may be repeated.", metavar="NAME")] = None,
     all_tenants: Annotated[bool, typer.Option("--all", help="Every tenant that has rows and is not paused.")] = False,
     max_turns: Annotated[int | None, typer.Option(min=1, metavar="COUNT", help="Turns of each tenant at most.")] = None,
-    budget_seconds: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Seconds until no further turn begins.")] = 3600,
+    budget_seconds: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Seconds until no further turn begins.")
+    ] = 3600,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count what waits.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -167,7 +171,7 @@ def flush(
                 _print(
                     as_json,
                     counts,
-                    "\n".join(f"{name}: {rows:,} rows" for name, rows in counts.items()) or "no rows wait",
+                    "\n".join(f"{name}: {counted(rows, 'row')}" for name, rows in counts.items()) or "no rows wait",
                 )
                 return
         sink = GrpcSink(settings)
@@ -182,7 +186,8 @@ def flush(
         finally:
             sink.close()
     lines = [
-        f"{entry.tenant.name}: {entry.ending}, {entry.rows:,} rows, {entry.dead_letters:,} dead letters"
+        f"{entry.tenant.name}: {entry.ending}, {counted(entry.rows, 'row')}, "
+        + counted(entry.dead_letters, "dead letter")
         + (f" ({entry.detail})" if entry.detail else "")
         for entry in report.tenants
     ]
@@ -209,13 +214,13 @@ def audit(
     lines = [f"row {row} of tenant {tenant}: {history.fate}"]
     lines += [
         f"  delivered {_time(line.delivered_at)} by run {line.run_id} in batch {line.batch_key} "
-        f"({line.rows} rows, ids {line.first_id} to {line.last_id})"
+        f"({counted(line.rows, 'row')}, ids {line.first_id} to {line.last_id})"
         for line in history.deliveries
     ]
     if history.died_at is not None:
         lines.append(f"  taken out {_time(history.died_at)} by run {history.run_id}: {history.reason}")
     elif history.created_at is not None:
-        lines.append(f"  written {_time(history.created_at)}, {history.attempts} failed attempts")
+        lines.append(f"  written {_time(history.created_at)}, {counted(history.attempts, 'failed attempt')}")
         lines += [f"  last failure: {history.reason}"] if history.reason else []
     _print(as_json, history, "\n".join(lines))
     if history.fate is Fate.UNKNOWN:

@@ -149,6 +149,18 @@ class Settings(BaseSettings):
         return self.ml_tls or self.ml_ca_file is not None or self.ml_certificate_file is not None
 
 
+def as_environment(settings: Settings) -> dict[str, str]:
+    """The settings that were given, as variables for a process that shall run with the same."""
+    values = {}
+    for name in settings.model_fields_set:
+        value = getattr(settings, name)
+        if value is None:
+            continue
+        text = value.get_secret_value() if isinstance(value, SecretStr) else str(value)
+        values[f"OUTBOX_{name.upper()}"] = text
+    return values
+
+
 def load_settings(**overrides: object) -> Settings:
     """Read the settings from the environment; ``overrides`` win over it.
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from outbox_pipelines.local.demo import Proof, TenantCounts, prepare, prove, watch
 from outbox_pipelines.local.stack import Stack, running_stack
 from outbox_pipelines.settings import load_settings
+from outbox_pipelines.wording import counted
 
 
 def run_demo(*, once: bool, quiet: bool, port: int | None) -> Proof:
@@ -46,8 +47,9 @@ def run_demo(*, once: bool, quiet: bool, port: int | None) -> Proof:
 
 def _tell(proof: Proof, say: Callable[[str], None]) -> None:
     say(
-        f"{proof.enqueued:,} rows enqueued: {proof.delivered:,} delivered in {proof.runs} runs, "
-        f"{proof.dead_lettered} dead letters (expected), {proof.pending} pending, {proof.duplicates} duplicates, "
+        f"{proof.enqueued:,} rows enqueued: {proof.delivered:,} delivered in {counted(proof.runs, 'run')}, "
+        f"{counted(proof.dead_lettered, 'dead letter')} (expected), {proof.pending} pending, "
+        f"{counted(proof.duplicates, 'duplicate')}, "
         f"{proof.seconds:.1f} s"
     )
     if not proof.flaws:

@@ -22,8 +22,9 @@ from outbox_pipelines.database.database import Database, ensure_database
 from outbox_pipelines.database.migrate import migrate
 from outbox_pipelines.database.url import dagster_storage_url, render
 from outbox_pipelines.errors import OutboxError
-from outbox_pipelines.settings import Settings, load_settings
+from outbox_pipelines.settings import Settings, as_environment, load_settings
 from outbox_pipelines.training.grpc_sink import GrpcSink
+from outbox_pipelines.wording import counted
 
 STORAGE_VARIABLE = "OUTBOX_DAGSTER_STORAGE_URL"
 """What dagster_home/dagster.yaml reads: Dagster's database with its driver written out."""
@@ -154,8 +155,9 @@ def running_stack(settings: Settings, *, say: Say, log: Say, port: int | None = 
         say("database: " + _describe_database(settings, home))
         url = database.url
         changed = migrate(database.engine)
-        say(f"database: ready after {time.monotonic() - began:.1f} s, {changed} schemas migrated")
+        say(f"database: ready after {time.monotonic() - began:.1f} s, {counted(changed, 'schema')} migrated")
         environment = {
+            **as_environment(settings),
             "OUTBOX_DATABASE_URL": url,
             "OUTBOX_HOME": str(home),
             "DAGSTER_HOME": str(_dagster_home(home)),
@@ -171,12 +173,8 @@ def running_stack(settings: Settings, *, say: Say, log: Say, port: int | None = 
 
         if "ml_target" not in settings.model_fields_set:
             environment["OUTBOX_ML_TARGET"] = _start_ml_service(start, home, say)
-        effective = load_settings(
-            **{
-                **settings.model_dump(exclude_unset=True),
-                "ml_target": environment.get("OUTBOX_ML_TARGET", settings.ml_target),
-            }
-        )
+        target = environment.get("OUTBOX_ML_TARGET", settings.ml_target)
+        effective = settings.model_copy(update={"ml_target": target})
         web_port = _port(port, 3000, "webserver", say)
         say("dagster: starting code server, webserver and daemon (importing Dagster takes some seconds) …")
         began = time.monotonic()

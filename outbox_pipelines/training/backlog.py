@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from enum import StrEnum
 from typing import Any, TypeVar
 from uuid import UUID
@@ -12,6 +12,7 @@ from sqlalchemy.exc import ProgrammingError
 
 from outbox_pipelines.database.quoting import driver_identifier
 from outbox_pipelines.tenants.registry import Problem, Tenant
+from outbox_pipelines.wording import counted
 
 Answer = TypeVar("Answer")
 
@@ -227,7 +228,7 @@ class RowCount:
 
     def __str__(self) -> str:
         least = "" if self.exact else "at least "
-        return f"{least}{self.rows:,} {_plural(self.rows, 'row')} of {self.tenants:,} {_plural(self.tenants, 'tenant')}"
+        return f"{least}{counted(self.rows, 'row')} of {counted(self.tenants, 'tenant')}"
 
 
 def count_waiting(connection: Connection, entries: Iterable[TenantBacklog]) -> RowCount:
@@ -255,19 +256,3 @@ def note_reachability(connection: Connection, target: str, *, reachable: bool, d
         {"target": target, "reachable": reachable, "detail": detail},
     ).one()
     return Reachability(reachable, detail, row.since)
-
-
-def spoken(duration: timedelta) -> str:
-    """A duration for people, to its larger unit: ``42 s``, ``7 min``, ``3 h``, ``2 days``."""
-    seconds = max(int(duration.total_seconds()), 0)
-    if seconds < 120:
-        return f"{seconds} s"
-    if seconds < 7200:
-        return f"{seconds // 60} min"
-    if seconds < 172_800:
-        return f"{seconds // 3600} h"
-    return f"{seconds // 86_400} days"
-
-
-def _plural(count: int, noun: str) -> str:
-    return noun if count == 1 else f"{noun}s"

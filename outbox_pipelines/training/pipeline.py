@@ -19,11 +19,11 @@ from outbox_pipelines.training.backlog import (
     count_waiting,
     look,
     note_reachability,
-    spoken,
 )
 from outbox_pipelines.training.drain import Ending, TenantReport
 from outbox_pipelines.training.flusher import Flusher, FlushReport
 from outbox_pipelines.training.sink import SinkFactory
+from outbox_pipelines.wording import counted, spoken
 
 TENANT_TAG = "outbox/tenant"
 TRIGGER_TAG = "outbox/trigger"
@@ -167,7 +167,7 @@ class TrainingPipeline:
 
     def _dry_run(self, context: dg.OpExecutionContext, counts: list[tuple[Tenant, int]]) -> dg.Output[None]:
         rows = sum(count for _, count in counts)
-        context.log.info(f"dry run: {rows:,} rows wait; nothing was sent")
+        context.log.info(f"dry run: {counted(rows, 'row')} waiting; nothing was sent")
         table = [dg.TableRecord({"tenant": tenant.name, "rows": count}) for tenant, count in counts[:_TABLE_ROWS]]
         return dg.Output(None, metadata={"rows waiting": rows, "tenants": MetadataValue.table(table)})
 
@@ -273,10 +273,10 @@ def _standings(backlog: Backlog) -> str:
     waiting = backlog.waiting
     broken = backlog.standing(Standing.BROKEN)
     if not waiting:
-        facts = [f"looked at {len(backlog.tenants):,} tenants: no rows wait"]
+        facts = [f"looked at {counted(len(backlog.tenants), 'tenant')}: no rows wait"]
     else:
         oldest = min(entry.oldest for entry in waiting if entry.oldest is not None)
-        facts = [f"{len(waiting):,} tenants have rows, the oldest for {spoken(backlog.asked_at - oldest)}"]
+        facts = [f"{counted(len(waiting), 'tenant')} with rows, the oldest for {spoken(backlog.asked_at - oldest)}"]
         in_flight = [entry for entry in waiting if entry.standing in {Standing.LEASED, Standing.DUE}]
         facts += _counted(len(in_flight), "in flight")
         facts += _counted(len(backlog.standing(Standing.PAUSED)), "paused")
@@ -291,7 +291,7 @@ def _standings(backlog: Backlog) -> str:
 
 def _refusals(entries: Iterable[TenantBacklog]) -> list[str]:
     refused = [entry for entry in entries if entry.problem is not None and entry.problem.value == "misconfigured"]
-    return [f"{refused[0].last_error} ({len(refused):,} tenants)"] if refused else []
+    return [f"{refused[0].last_error} ({counted(len(refused), 'tenant')})"] if refused else []
 
 
 def _counted(count: int, what: str) -> list[str]:
@@ -299,9 +299,10 @@ def _counted(count: int, what: str) -> list[str]:
 
 
 def _line(report: TenantReport) -> str:
-    line = f"tenant {report.tenant.name}: {report.ending}, {report.rows:,} rows in {report.batches:,} batches"
+    line = f"tenant {report.tenant.name}: {report.ending}, {counted(report.rows, 'row')} in "
+    line += counted(report.batches, "batch")
     if report.dead_letters:
-        line += f", {report.dead_letters:,} dead letters"
+        line += f", {counted(report.dead_letters, 'dead letter')}"
     return f"{line} ({report.detail})" if report.detail else line
 
 
@@ -313,8 +314,8 @@ def _failure(report: FlushReport) -> str:
     if len(report.tenants) == 1:
         return line
     return (
-        f"{len(failed):,} of {len(report.tenants):,} tenants failed, {report.rows:,} rows of the others were "
-        f"delivered; the first: {line}"
+        f"{len(failed):,} of {len(report.tenants):,} tenants failed, {counted(report.rows, 'row')} of the others "
+        f"went out; the first: {line}"
     )
 
 
