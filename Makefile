@@ -29,7 +29,7 @@ dev: .venv/installed ## Run database, ML service, webserver and daemon until Ctr
 	@$(BIN)/python -m outbox_pipelines.cli dev $(ARGS)
 
 test: .venv/installed ## Run the tests
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 check: .venv/installed ## Lint, types, the direction of imports, generated files
 	$(BIN)/ruff check .

@@ -45,7 +45,7 @@ def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def _template(server_url: str) -> Iterator[str]:
     """A migrated database to copy."""
-    with _made_database(server_url, f"outbox_template_{os.getpid()}") as url:
+    with made_database(server_url, f"outbox_template_{os.getpid()}") as url:
         engine = open_engine(load_settings(), url, application_name="tests")
         migrate(engine)
         engine.dispose()
@@ -55,7 +55,7 @@ def _template(server_url: str) -> Iterator[str]:
 @pytest.fixture
 def empty_database_url(server_url: str) -> Iterator[str]:
     """The URL of a database without migrations."""
-    with _made_database(server_url, f"outbox_test_{os.getpid()}_{next(_numbers)}") as url:
+    with made_database(server_url, f"outbox_test_{os.getpid()}_{next(_numbers)}") as url:
         yield url
 
 
@@ -100,7 +100,9 @@ def engine(settings: Settings, database_url: str) -> Iterator[Engine]:
     engine.dispose()
 
 
-class _made_database:  # noqa: N801  # reads as a statement: with _made_database(...)
+class made_database:  # noqa: N801  # reads as a statement: with made_database(...)
+    """A database that exists inside the block."""
+
     def __init__(self, server_url: str, name: str) -> None:
         self._server_url = server_url
         self._name = name

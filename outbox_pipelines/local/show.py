@@ -26,7 +26,7 @@ def run_demo(*, once: bool, quiet: bool, port: int | None) -> Proof:
     console = Console(stderr=quiet, highlight=False)
 
     def say(line: str) -> None:
-        console.print(line, markup=False)
+        console.print(line, markup=False, soft_wrap=True)
 
     def discard(_line: str) -> None:
         """The processes' lines are in their log files."""
@@ -82,7 +82,7 @@ def _view(console: Console) -> Iterator[Callable[[list[TenantCounts]], None]]:
         waiting = [entry.waiting for entry in counts]
         if waiting != last:
             last[:] = waiting
-            console.print("waiting: " + ", ".join(f"{entry.name} {entry.waiting}" for entry in counts), markup=False)
+            console.print("waiting: " + ", ".join(f"{entry.name} {entry.waiting}" for entry in counts), markup=False, soft_wrap=True)
 
     yield show
 

@@ -261,7 +261,10 @@ def _workspace(home: Path) -> Path:
     if given.exists():
         return given
     made = home / "workspace.yaml"
-    made.write_text("load_from:\n  - python_module: outbox_pipelines.definitions\n")
+    made.write_text(
+        "load_from:\n  - python_module:\n      module_name: outbox_pipelines.definitions\n"
+        "      location_name: outbox_pipelines\n"
+    )
     return made
 
 
@@ -300,12 +303,16 @@ def _answers(url: str) -> bool:
 
 @contextmanager
 def _signals_as_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the stack like Ctrl-C does: everything is stopped."""
+    """SIGTERM and SIGHUP end the stack like Ctrl-C does: everything is stopped.
+
+    SIGINT is among them because a shell starts background jobs with it ignored, which the
+    stack's processes would inherit; one that has a handler is set back to its default there.
+    """
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
