@@ -70,6 +70,12 @@ class Settings(BaseSettings):
     statement_timeout: float = Field(60, ge=1, le=3600, description="Seconds one SQL statement may take.")
     lock_timeout: float = Field(10, ge=0.1, le=3600, description="Seconds one SQL statement waits for a lock.")
 
+    owner: str = Field(
+        "team:outbox",
+        pattern=r"^(team:\S+|\S+@\S+)$",
+        description="Who answers for the jobs and sensors in Dagster: `team:NAME` or a mail address.",
+    )
+
     # Training outbox
     train_mode: TrainMode = Field(TrainMode.REMOTE, description="`local` turns flushing off: the outboxes accumulate.")
     batch_size: int = Field(10, ge=1, le=10_000, description="Rows in one `TrainBatch` call.")

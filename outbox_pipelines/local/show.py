@@ -82,7 +82,11 @@ def _view(console: Console) -> Iterator[Callable[[list[TenantCounts]], None]]:
         waiting = [entry.waiting for entry in counts]
         if waiting != last:
             last[:] = waiting
-            console.print("waiting: " + ", ".join(f"{entry.name} {entry.waiting}" for entry in counts), markup=False, soft_wrap=True)
+            console.print(
+                "waiting: " + ", ".join(f"{entry.name} {entry.waiting}" for entry in counts),
+                markup=False,
+                soft_wrap=True,
+            )
 
     yield show
 

@@ -1,5 +1,6 @@
 """The training outbox in Dagster: partitions, flush jobs and the sensor that polls."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,22 +13,18 @@ from outbox_pipelines.database.database import Database
 from outbox_pipelines.settings import Settings, TrainMode
 from outbox_pipelines.tenants.registry import Tenant, UnknownTenant, get_tenant
 from outbox_pipelines.training import outbox
-from outbox_pipelines.training.backlog import (
-    Backlog,
-    Standing,
-    TenantBacklog,
-    count_waiting,
-    look,
-    note_reachability,
-)
-from outbox_pipelines.training.drain import Ending, TenantReport
+from outbox_pipelines.training.backlog import Backlog, count_waiting, look, note_reachability
+from outbox_pipelines.training.drain import Ending
 from outbox_pipelines.training.flusher import Flusher, FlushReport
+from outbox_pipelines.training.report import ending_words, failure_line, standings, tenant_line
 from outbox_pipelines.training.sink import SinkFactory
-from outbox_pipelines.wording import counted, spoken
+from outbox_pipelines.wording import counted
+
+# Said again whenever Dagster copies a definition; their loss would cost a label.
+warnings.filterwarnings("ignore", message="Parameter `owners`", category=dg.BetaWarning)
 
 TENANT_TAG = "outbox/tenant"
 TRIGGER_TAG = "outbox/trigger"
-GROUP = "training_outbox"
 PARTITIONS_CHUNK = 1_000
 """Partitions added or deleted in one request."""
 
@@ -71,17 +68,17 @@ class TrainingPipeline:
 
     def definitions(self) -> dg.Definitions:
         """Two jobs and the sensor that launches them."""
-        tenant_flush, fleet_flush = self._jobs()
-        return dg.Definitions(jobs=[tenant_flush, fleet_flush], sensors=[self._sensor(tenant_flush, fleet_flush)])
+        jobs = self._jobs()
+        return dg.Definitions(jobs=jobs, sensors=[self._sensor(jobs)])
 
-    def _jobs(self) -> tuple[dg.JobDefinition, dg.JobDefinition]:
-        tags = {"dagster/kind/postgres": "", "dagster/kind/grpc": ""}
+    def _jobs(self) -> Sequence[dg.JobDefinition]:
+        kinds = {"dagster/kind/postgres": "", "dagster/kind/grpc": ""}
 
         @dg.op(
             name="flush_tenant",
             description="Claim the tenant's lease, send its rows in batches, delete what was delivered.",
             out=dg.Out(dg.Nothing),
-            tags=tags,
+            tags=kinds,
         )
         def flush_tenant(context: dg.OpExecutionContext, config: FlushConfig) -> Iterable[dg.Output[None]]:
             yield self._flush(context, config, [context.partition_key])
@@ -90,50 +87,50 @@ class TrainingPipeline:
             name="flush_fleet",
             description="Claim one tenant after another and flush them side by side, turn by turn.",
             out=dg.Out(dg.Nothing),
-            tags=tags,
+            tags=kinds,
         )
         def flush_fleet(context: dg.OpExecutionContext, config: FleetFlushConfig) -> Iterable[dg.Output[None]]:
             yield self._flush(context, config, config.tenants)
 
-        @dg.job(
+        @dg.graph(
             name="tenant_flush",
             description="Carries a tenant's training examples to the ML service. Launch or backfill any tenants here.",
-            config=dg.PartitionedConfig(
-                partitions_def=tenants_partitions,
-                run_config_for_partition_key_fn=lambda _tenant: {},
-                tags_for_partition_key_fn=lambda tenant: {TENANT_TAG: tenant},
-            ),
-            executor_def=dg.in_process_executor,
-            tags={TRIGGER_TAG: "manual"},
-            metadata={"ledger": "outbox.training_ledger"},
         )
         def tenant_flush() -> None:
             flush_tenant()
 
-        @dg.job(
+        @dg.graph(
             name="fleet_flush",
             description="Carries many tenants' training examples in one run, when more are due than runs are started.",
-            executor_def=dg.in_process_executor,
-            tags={TRIGGER_TAG: "manual"},
-            metadata={"ledger": "outbox.training_ledger"},
         )
         def fleet_flush() -> None:
             flush_fleet()
 
-        return tenant_flush, fleet_flush
+        common: dict[str, Any] = {
+            "executor_def": dg.in_process_executor,
+            "tags": kinds,
+            # Kept few: each tag of a run is a row and an index entry.
+            "run_tags": {TRIGGER_TAG: "manual"},
+            "metadata": {"ledger": "outbox.training_ledger", "guarantees": "docs/guarantees.md"},
+            "owners": [self.settings.owner],
+        }
+        config = dg.PartitionedConfig(
+            partitions_def=tenants_partitions,
+            run_config_for_partition_key_fn=lambda _tenant: {},
+            tags_for_partition_key_fn=lambda tenant: {TENANT_TAG: tenant},
+        )
+        return tenant_flush.to_job(config=config, **common), fleet_flush.to_job(**common)
 
-    def _sensor(self, tenant_flush: dg.JobDefinition, fleet_flush: dg.JobDefinition) -> dg.SensorDefinition:
-        @dg.sensor(
+    def _sensor(self, jobs: Sequence[dg.JobDefinition]) -> dg.SensorDefinition:
+        return dg.SensorDefinition(
             name="training_outbox_sensor",
             description="Looks which tenants have training rows waiting and starts their flush runs.",
-            jobs=[tenant_flush, fleet_flush],
+            evaluation_fn=self._poll,
+            jobs=jobs,
             minimum_interval_seconds=self.settings.poll_seconds,
             default_status=dg.DefaultSensorStatus.RUNNING,
+            owners=[self.settings.owner],
         )
-        def training_outbox_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-            return self._poll(context)
-
-        return training_outbox_sensor
 
     # The runs
 
@@ -159,10 +156,10 @@ class TrainingPipeline:
         finally:
             sink.close()
         for entry in report.tenants:
-            context.log.info(_line(entry))
+            context.log.info(tenant_line(entry))
         metadata = _metadata(report, context.run_id)
         if report.failed:
-            raise dg.Failure(_failure(report), metadata=metadata, allow_retries=False)
+            raise dg.Failure(failure_line(report), metadata=metadata, allow_retries=False)
         return dg.Output(None, metadata=metadata)
 
     def _dry_run(self, context: dg.OpExecutionContext, counts: list[tuple[Tenant, int]]) -> dg.Output[None]:
@@ -191,7 +188,7 @@ class TrainingPipeline:
             in_flight = _tenants_in_flight(context.instance)
             due = [entry for entry in due if entry.tenant.name not in in_flight]
         if not due:
-            return dg.SensorResult(skip_reason=_standings(backlog), dynamic_partitions_requests=changes)
+            return dg.SensorResult(skip_reason=standings(backlog), dynamic_partitions_requests=changes)
         requests = _deal([entry.tenant.name for entry in due], self.settings.runs_per_tick)
         return dg.SensorResult(run_requests=requests, dynamic_partitions_requests=changes)
 
@@ -265,60 +262,6 @@ def _chunks(names: list[str]) -> list[list[str]]:
     return [names[begin : begin + PARTITIONS_CHUNK] for begin in range(0, len(names), PARTITIONS_CHUNK)]
 
 
-# Texts for people
-
-
-def _standings(backlog: Backlog) -> str:
-    """Why nobody is flushed, as facts."""
-    waiting = backlog.waiting
-    broken = backlog.standing(Standing.BROKEN)
-    if not waiting:
-        facts = [f"looked at {counted(len(backlog.tenants), 'tenant')}: no rows wait"]
-    else:
-        oldest = min(entry.oldest for entry in waiting if entry.oldest is not None)
-        facts = [f"{counted(len(waiting), 'tenant')} with rows, the oldest for {spoken(backlog.asked_at - oldest)}"]
-        in_flight = [entry for entry in waiting if entry.standing in {Standing.LEASED, Standing.DUE}]
-        facts += _counted(len(in_flight), "in flight")
-        facts += _counted(len(backlog.standing(Standing.PAUSED)), "paused")
-        backing_off = backlog.standing(Standing.BACKING_OFF)
-        if backing_off:
-            first = min(entry.next_attempt_at for entry in backing_off if entry.next_attempt_at is not None)
-            facts.append(f"{len(backing_off):,} back off, the first until {first:%H:%M:%S} UTC")
-            facts += _refusals(backing_off)
-    facts += _counted(len(broken), "without their schema or table")
-    return "; ".join(facts)
-
-
-def _refusals(entries: Iterable[TenantBacklog]) -> list[str]:
-    refused = [entry for entry in entries if entry.problem is not None and entry.problem.value == "misconfigured"]
-    return [f"{refused[0].last_error} ({counted(len(refused), 'tenant')})"] if refused else []
-
-
-def _counted(count: int, what: str) -> list[str]:
-    return [f"{count:,} {what}"] if count else []
-
-
-def _line(report: TenantReport) -> str:
-    line = f"tenant {report.tenant.name}: {report.ending}, {counted(report.rows, 'row')} in "
-    line += counted(report.batches, "batch")
-    if report.dead_letters:
-        line += f", {counted(report.dead_letters, 'dead letter')}"
-    return f"{line} ({report.detail})" if report.detail else line
-
-
-def _failure(report: FlushReport) -> str:
-    """One clear line: what, whose, what next."""
-    failed = report.failed
-    first = failed[0]
-    line = f"tenant {first.tenant.name}: rows stay: {first.detail}"
-    if len(report.tenants) == 1:
-        return line
-    return (
-        f"{len(failed):,} of {len(report.tenants):,} tenants failed, {counted(report.rows, 'row')} of the others "
-        f"went out; the first: {line}"
-    )
-
-
 def _metadata(report: FlushReport, run_id: str) -> dict[str, Any]:
     query = (
         "```sql\nSELECT delivered_at, batch_key, row_ids FROM outbox.training_ledger\n"
@@ -330,19 +273,17 @@ def _metadata(report: FlushReport, run_id: str) -> dict[str, Any]:
         "rows": report.rows,
         "batches": report.batches,
         "rejected": report.dead_letters,
+        **({"first id": min(firsts), "last id": max(lasts)} if firsts and len(report.tenants) == 1 else {}),
         "seconds": round(report.seconds, 3),
-        "ledger": MetadataValue.md(query),
+        "ledger query": MetadataValue.md(query),
     }
     if len(report.tenants) == 1:
-        metadata["ended"] = _ended(report.tenants[0])
-        if firsts:
-            metadata["first id"], metadata["last id"] = min(firsts), max(lasts)
-        return metadata
+        return {**metadata, "ended": ending_words(report.tenants[0])}
     records = [
         dg.TableRecord(
             {
                 "tenant": entry.tenant.name,
-                "ended": _ended(entry),
+                "ended": ending_words(entry),
                 "rows": entry.rows,
                 "batches": entry.batches,
                 "rejected": entry.dead_letters,
@@ -356,7 +297,3 @@ def _metadata(report: FlushReport, run_id: str) -> dict[str, Any]:
     metadata["tenants"] = len(report.tenants)
     metadata["by tenant"] = MetadataValue.table(records)
     return metadata
-
-
-def _ended(report: TenantReport) -> str:
-    return f"{report.ending}: {report.detail}" if report.detail else str(report.ending)

@@ -249,7 +249,7 @@ def test_a_runs_metadata_can_be_read_by_a_person(engine: Engine, pipeline: Pipel
         "last id": 25,
         "ended": "emptied",
     }
-    query = told["ledger"].split("```sql")[1].split("```")[0]
+    query = told["ledger query"].split("```sql")[1].split("```")[0]
     with engine.connect() as connection:
         lines = connection.exec_driver_sql(query).all()
     assert [list(line.row_ids) for line in lines] == [
