@@ -107,12 +107,6 @@ class Settings(BaseSettings):
         le=256 * 1024 * 1024,
         description="Bytes of JSON that `enqueue_training` accepts in one example.",
     )
-    reexamine_broken_seconds: float = Field(
-        300,
-        ge=1,
-        le=86_400,
-        description="Seconds until a tenant whose schema or table is missing is looked at again.",
-    )
 
     # ML service
     ml_target: str = Field("127.0.0.1:50051", min_length=1, description="gRPC address of the ML service, `host:port`.")

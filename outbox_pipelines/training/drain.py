@@ -273,7 +273,7 @@ class TenantDrain:
             # A tenant that got something through begins its backoff anew.
             failures = 1 if self.report.rows else self._claimed.failure_count + 1
             wait = (
-                self._settings.reexamine_broken_seconds
+                self._settings.backoff_max_seconds
                 if problem is Problem.BROKEN
                 else backoff_seconds(
                     failures,
