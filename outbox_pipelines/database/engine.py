@@ -21,8 +21,8 @@ def open_engine(settings: Settings, url: str, *, application_name: str, pool_siz
     """A pooled engine for ``url``; nothing is connected yet.
 
     Time-outs are start-up options of the connection. Behind a pooler in transaction mode
-    these would be lost or refused, so there each transaction sets them for itself.
-    Prepared statements live in a session and are off for the same reason.
+    these would be lost or refused, so there each transaction sets them for itself, and no
+    statement is prepared.
 
     Args:
         settings: pool and time-outs.
@@ -37,7 +37,8 @@ def open_engine(settings: Settings, url: str, *, application_name: str, pool_siz
     connect_args: dict[str, Any] = {
         "connect_timeout": settings.connect_timeout,
         "application_name": application_name,
-        "prepare_threshold": None,
+        # A statement that comes again is prepared; that lives in the session, too.
+        "prepare_threshold": None if settings.database_pooler is Pooler.TRANSACTION else 5,
     }
     behind_pooler = settings.database_pooler is Pooler.TRANSACTION
     if not behind_pooler:

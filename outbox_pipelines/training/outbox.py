@@ -80,12 +80,14 @@ def claim_tenant(
 def read_rows(connection: Connection, tenant: Tenant, *, limit: int, except_ids: Sequence[int]) -> list[OutboxRow]:
     """The oldest rows by id that are there, except those in flight.
 
-    Never ``id > last seen``: a lower id may commit later than a higher one.
+    Never ``id > last seen``: a lower id may commit later than a higher one. The excepted ids
+    are a subquery, which the server hashes; ``<> ALL (array)`` with a parameter it searches
+    from end to end for each row.
     """
     rows = connection.exec_driver_sql(
         f"""
         SELECT id, example::text FROM {driver_identifier(tenant.schema)}.ml_outbox
-        WHERE id <> ALL (%(except_ids)s) ORDER BY id LIMIT %(limit)s
+        WHERE id NOT IN (SELECT unnest(%(except_ids)s::bigint[])) ORDER BY id LIMIT %(limit)s
         """,
         {"except_ids": list(except_ids), "limit": limit},
     )
@@ -113,7 +115,7 @@ def settle(connection: Connection, lease: Lease, tenant: Tenant, unsettled: Unse
         parts.append(f"""
             delivered AS (
                 DELETE FROM {schema}.ml_outbox
-                WHERE id = ANY (%(delivered_ids)s) AND EXISTS (SELECT FROM held)
+                WHERE id = ANY (%(delivered_ids)s::bigint[]) AND EXISTS (SELECT FROM held)
             ),
             noted AS (
                 INSERT INTO outbox.training_ledger
@@ -159,7 +161,7 @@ def settle(connection: Connection, lease: Lease, tenant: Tenant, unsettled: Unse
         parts.append(f"""
             failed AS (
                 UPDATE {schema}.ml_outbox SET attempts = attempts + 1, last_error = %(failure)s
-                WHERE id = ANY (%(failed_ids)s) AND EXISTS (SELECT FROM held)
+                WHERE id = ANY (%(failed_ids)s::bigint[]) AND EXISTS (SELECT FROM held)
             )""")
         parameters["failed_ids"] = unsettled.failed_ids
         parameters["failure"] = error_text(unsettled.failure)

@@ -103,7 +103,7 @@ def test_a_table_that_is_back_is_mended_at_the_next_look_and_due_at_once(engine:
     assert row_version(engine, tenant) == written
 
 
-def test_flushing_a_broken_tenant_again_and_again_asks_for_a_later_attempt_each_time(
+def test_a_flush_that_finds_a_tenant_broken_fails_for_it_alone_and_starts_no_storm_of_runs(
     engine: Engine, make_settings: MakeSettings, service: ScriptedService
 ) -> None:
     settings = make_settings(reexamine_broken_seconds=300)
@@ -149,7 +149,7 @@ def test_a_schema_dropped_between_look_and_count_is_not_counted(engine: Engine) 
         assert count_waiting(connection, waiting).rows == 2
 
 
-@pytest.mark.parametrize(("damage"), [drop_schema, drop_table])
+@pytest.mark.parametrize("damage", [drop_schema, drop_table])
 @pytest.mark.xfail(
     reason="the recorded reason says `outbox migrate`, which skips a missing schema and believes the version of a "
     "schema whose table is gone (backlog.py:_note_broken, drain.py:_diagnose)"

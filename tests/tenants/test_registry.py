@@ -113,7 +113,7 @@ def test_a_tenant_that_is_not_there_is_told_with_the_commands_that_help(engine: 
         lambda connection: remove_tenant(connection, "nobody", force=True, drop_schema=True),
     ]
     for act in acts:
-        with engine.begin() as connection, pytest.raises(UnknownTenant, match="no tenant 'nobody' .*outbox tenants"):
+        with engine.begin() as connection, pytest.raises(UnknownTenant, match=r"no tenant 'nobody' .*outbox tenants"):
             act(connection)
     with engine.begin() as connection, pytest.raises(UnknownTenant):
         get_tenant(connection, uuid4())
@@ -198,7 +198,10 @@ def test_rows_of_a_transaction_in_flight_are_not_dropped_with_the_schema(engine:
         enqueue_training(application, tenant, [{"paid": True}])
         thread = threading.Thread(target=remove_with_schema)
         thread.start()
-        blocked = text("SELECT count(*) FROM pg_stat_activity WHERE cardinality(pg_blocking_pids(pid)) > 0")
+        blocked = text("""
+            SELECT count(*) FROM pg_stat_activity
+            WHERE datname = current_database() AND cardinality(pg_blocking_pids(pid)) > 0
+        """)
         with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as observer:
             wait_until(lambda: observer.execute(blocked).scalar_one() > 0 or not thread.is_alive())
         application.commit()
