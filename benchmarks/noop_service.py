@@ -18,9 +18,7 @@ class _Handler(grpc.GenericRpcHandler):
 @contextmanager
 def noop_service() -> Iterator[str]:
     """Run the service; gives its address."""
-    with Popen(
-        [sys.executable, "-m", "benchmarks.noop_service"], stdin=PIPE, stdout=PIPE, text=True
-    ) as process:
+    with Popen([sys.executable, "-m", "benchmarks.noop_service"], stdin=PIPE, stdout=PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             yield f"127.0.0.1:{int(process.stdout.readline())}"
