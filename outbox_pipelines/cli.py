@@ -81,8 +81,8 @@ def tenants_list(as_json: AsJson = False) -> None:
     from outbox_pipelines.training.backlog import look
     from outbox_pipelines.wording import spoken
 
-    with _database() as engine, engine.begin() as connection:
-        backlog = look(connection)
+    with _database() as engine:
+        backlog = look(engine)
     if as_json:
         _print(True, backlog.tenants, "")
         return
@@ -160,11 +160,11 @@ def flush(
 
     settings = load_settings()
     with _database() as engine:
-        with engine.begin() as connection:
+        with engine.connect() as connection:
             if tenant:
                 tenants = [get_tenant(connection, name) for name in dict.fromkeys(tenant)]
             else:
-                waiting = look(connection).waiting
+                waiting = look(engine).waiting
                 tenants = [entry.tenant for entry in waiting if entry.standing is not Standing.PAUSED]
             if dry_run:
                 counts = {found.name: outbox.count_rows(connection, found) for found in tenants}

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from outbox_pipelines.errors import OutboxError
@@ -125,6 +125,14 @@ class Settings(BaseSettings):
     ml_ca_file: Path | None = Field(None, description="PEM file of the authority to trust; implies TLS.")
     ml_certificate_file: Path | None = Field(None, description="PEM client certificate, for mTLS.")
     ml_private_key_file: Path | None = Field(None, description="PEM private key of that certificate.")
+
+    @field_validator("ml_token")
+    @classmethod
+    def _can_travel(cls, token: SecretStr | None) -> SecretStr | None:
+        value = token.get_secret_value() if token is not None else "-"
+        if not value.isascii() or not value.isprintable() or " " in value:
+            raise ValueError("a token is printable ASCII without spaces or line ends; check for a final newline")
+        return token
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

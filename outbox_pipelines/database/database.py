@@ -11,6 +11,7 @@ from sqlalchemy import Engine, text
 from outbox_pipelines.database.embedded import EmbeddedServer
 from outbox_pipelines.database.engine import explained, open_engine
 from outbox_pipelines.database.migrate import require_migrated
+from outbox_pipelines.database.quoting import driver_identifier
 from outbox_pipelines.database.url import engine_url, render
 from outbox_pipelines.settings import Settings
 
@@ -98,9 +99,8 @@ def ensure_database(settings: Settings, url: str, name: str) -> None:
             exists = text("SELECT EXISTS (SELECT FROM pg_database WHERE datname = :name)")
             if connection.execute(exists, {"name": name}).scalar_one():
                 return
-            quoted = '"' + name.replace('"', '""').replace("%", "%%") + '"'
             try:
-                connection.exec_driver_sql(f"CREATE DATABASE {quoted}")
+                connection.exec_driver_sql(f"CREATE DATABASE {driver_identifier(name)}")
             except Exception:
                 # Another process may have made it at the same time.
                 if not connection.execute(exists, {"name": name}).scalar_one():

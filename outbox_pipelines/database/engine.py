@@ -6,6 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, exc
 
+from outbox_pipelines.database.error_text import first_line
 from outbox_pipelines.database.url import engine_url
 from outbox_pipelines.errors import OutboxError
 from outbox_pipelines.settings import Pooler, Settings
@@ -39,6 +40,10 @@ def open_engine(settings: Settings, url: str, *, application_name: str, pool_siz
         "application_name": application_name,
         # A statement that comes again is prepared; that lives in the session, too.
         "prepare_threshold": None if settings.database_pooler is Pooler.TRANSACTION else 5,
+        # A server that went silent (power, network) is noticed in about a minute, not in hours.
+        "keepalives_idle": 30,
+        "keepalives_interval": 10,
+        "keepalives_count": 3,
     }
     behind_pooler = settings.database_pooler is Pooler.TRANSACTION
     if not behind_pooler:
@@ -52,6 +57,8 @@ def open_engine(settings: Settings, url: str, *, application_name: str, pool_siz
         pool_timeout=settings.connect_timeout,
         # psycopg asks the server for hstore's OID on each new connection otherwise.
         use_native_hstore=False,
+        # Parameters hold payloads, and errors end up in logs.
+        hide_parameters=True,
     )
     if behind_pooler:
         _set_timeouts_per_transaction(engine, settings)
@@ -94,7 +101,7 @@ def explained(engine: Engine) -> Iterator[None]:
         if not error.connection_invalidated and error.statement is not None:
             raise
         raise DatabaseUnreachable(
-            f"cannot connect to {describe(engine)}: {_first_line(error.orig)}. "
+            f"cannot connect to {describe(engine)}: {first_line(error.orig)}. "
             "Check OUTBOX_DATABASE_URL and that the server runs"
         ) from error
 
@@ -114,8 +121,3 @@ def describe(engine: Engine) -> str:
     host = url.host or url.query.get("host") or "the local socket"
     port = f":{url.port}" if url.port else ""
     return f"database {url.database!r} on {host}{port}"
-
-
-def _first_line(error: BaseException | None) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

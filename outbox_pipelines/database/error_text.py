@@ -23,3 +23,9 @@ def error_text(error: BaseException | str, *, limit: int = MAX_ERROR_LENGTH) -> 
     # Cut before the replacing, which would cost time on a text of many megabytes.
     kept = text if len(text) <= limit else text[: max(limit - len(_CUT), 0)] + _CUT[:limit]
     return "".join(_REPLACEMENT if char == "\x00" or "\ud800" <= char <= "\udfff" else char for char in kept)
+
+
+def first_line(error: BaseException | None) -> str:
+    """The first line of an error's text. PostgreSQL's says what failed; the next may quote the row."""
+    lines = error_text(error if error is not None else "").strip().splitlines()
+    return lines[0] if lines else type(error).__name__

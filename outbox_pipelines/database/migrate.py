@@ -10,8 +10,10 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util.exc import CommandError
 from sqlalchemy import Connection, Engine, text
+from sqlalchemy.exc import DBAPIError
 
 from outbox_pipelines.database.engine import check_server, describe, explained
+from outbox_pipelines.database.error_text import first_line
 from outbox_pipelines.errors import OutboxError
 
 CONTROL_SCHEMA = "outbox"
@@ -21,6 +23,10 @@ _LOCK_WAIT_SECONDS = 300
 
 class NotMigrated(OutboxError):
     """The database lacks the tables of this version."""
+
+
+class TenantsNotMigrated(OutboxError):
+    """Some tenants' schemas could not be migrated; the text names each with its reason."""
 
 
 class DatabaseNewer(OutboxError):
@@ -44,7 +50,8 @@ def migrate(engine: Engine) -> int:
         How many schemas were changed.
 
     Raises:
-        DatabaseNewer: nothing was changed in that schema.
+        DatabaseNewer: the control schema is newer; nothing was changed.
+        TenantsNotMigrated: some tenants' schemas could not be; the others were.
     """
     with explained(engine), engine.begin() as connection:
         check_server(connection)
@@ -55,15 +62,28 @@ def migrate(engine: Engine) -> int:
             connection.execute(text("SELECT schema_name FROM outbox.tenants ORDER BY schema_name")).scalars().all()
         )
         existing = set(connection.execute(text("SELECT nspname FROM pg_namespace")).scalars())
+    failed: list[str] = []
     # A schema that is gone is reported by the sensor and by `outbox tenants list`.
     for schema in (name for name in schemas if name in existing):
-        with engine.begin() as connection:
-            changed += migrate_tenant(connection, schema)
+        try:
+            with engine.begin() as connection:
+                changed += migrate_tenant(connection, schema)
+        except (OutboxError, DBAPIError) as error:
+            # One tenant's trouble is not the others': all are tried, then it is told.
+            failed.append(str(error) if isinstance(error, OutboxError) else f"{schema}: {first_line(error.orig)}")
+    if failed:
+        raise TenantsNotMigrated(
+            f"{len(failed)} of {len(schemas)} tenants could not be migrated, the others were:\n  " + "\n  ".join(failed)
+        )
     return changed
 
 
 def migrate_tenant(connection: Connection, schema: str) -> bool:
-    """Migrate one tenant's existing schema in the caller's transaction; says whether it changed."""
+    """Migrate one tenant's existing schema in the caller's transaction; says whether it changed.
+
+    Raises:
+        DatabaseNewer: nothing was changed.
+    """
     _lock(connection, schema)
     return _upgrade(connection, _tenant_line(schema))
 
@@ -127,11 +147,18 @@ def _lock(connection: Connection, schema: str) -> None:
     An advisory lock of the transaction, not of the session: it works behind a pooler in
     transaction mode and is freed with the transaction, whatever becomes of the process.
     """
-    connection.execute(text(f"SET LOCAL lock_timeout = '{_LOCK_WAIT_SECONDS}s'"))
+    names = ("lock_timeout", "statement_timeout")
+    before = [connection.execute(text("SELECT current_setting(:name)"), {"name": name}).scalar_one() for name in names]
+    set_local = text("SELECT set_config(:name, :value, true)")
+    for name in names:
+        connection.execute(set_local, {"name": name, "value": f"{_LOCK_WAIT_SECONDS}s"})
     connection.execute(
         text("SELECT pg_advisory_xact_lock(hashtext('outbox_pipelines migrate'), hashtext(:schema))"),
         {"schema": schema},
     )
+    # The rest of the transaction, which may be a caller's, keeps its own time-outs.
+    for name, value in zip(names, before, strict=True):
+        connection.execute(set_local, {"name": name, "value": value})
 
 
 def _control_line() -> _Line:

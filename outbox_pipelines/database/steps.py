@@ -19,6 +19,14 @@ Result = TypeVar("Result")
 
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 1.0
+_LAST_TRY_SECONDS = 5.0
+"""How long a step goes on trying after everything was told to end: long enough to settle and
+to give leases back over a fresh connection."""
+
+_TRY_AGAIN = frozenset({"57P01", "57P02", "57P03", "53300", "40001", "40P01"})
+"""SQLSTATEs that pass by themselves at once: shutdown and start-up of the server, too many
+connections, a serialization failure, a deadlock. Not a lock or statement time-out: trying
+these again would keep the thread from everybody else's steps."""
 
 
 class StepThreads:
@@ -32,7 +40,7 @@ class StepThreads:
         engine: gives the connections.
         threads: how many, and so how many connections at most.
         retry_seconds: how long a step is tried while the server is away (monotonic clock).
-        give_up: ends the trying early.
+        give_up: cuts that short.
     """
 
     def __init__(self, engine: Engine, *, threads: int, retry_seconds: float, give_up: threading.Event) -> None:
@@ -47,10 +55,7 @@ class StepThreads:
         return self
 
     def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        _error: BaseException | None,
-        _traceback: TracebackType | None,
+        self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
         self._executor.shutdown()
         for connection in self._connections:
@@ -65,16 +70,20 @@ class StepThreads:
         return self.submit(step).result()
 
     def _persistently(self, step: Callable[[Connection], Result]) -> Result:
-        ends_at = time.monotonic() + self._retry_seconds
+        began = time.monotonic()
         pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
                 return self._once(step)
             except DBAPIError as error:
-                away = isinstance(error, OperationalError) or error.connection_invalidated
-                if not away or time.monotonic() + pause > ends_at or self._give_up.wait(pause):
+                seconds = min(self._retry_seconds, _LAST_TRY_SECONDS) if self._give_up.is_set() else self._retry_seconds
+                if not is_passing(error) or time.monotonic() + pause > began + seconds:
                     raise
+            if not self._give_up.wait(pause):
                 pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
+            else:
+                # The event is set and will not make us wait any more.
+                time.sleep(_FIRST_PAUSE_SECONDS)
 
     def _once(self, step: Callable[[Connection], Result]) -> Result:
         connection = getattr(self._local, "connection", None)
@@ -90,3 +99,11 @@ class StepThreads:
             self._connections.discard(connection)
             connection.close()
             raise
+
+
+def is_passing(error: DBAPIError) -> bool:
+    """Whether the server is away for a moment, rather than refusing the statement."""
+    state = getattr(error.orig, "sqlstate", None)
+    if state is None:
+        return error.connection_invalidated or isinstance(error, OperationalError)
+    return error.connection_invalidated or state in _TRY_AGAIN or state.startswith("08")

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -26,8 +27,9 @@ class Heartbeat:
     """Renews leases of one table from a thread of its own; use it as a context manager.
 
     A renewal that fails is tried again at the next beat. A lease that the database says is
-    lost, or that could not be renewed for its whole length (by the monotonic clock, so that
-    a changed wall clock means nothing), is reported to its ``on_lost`` once.
+    lost is reported to its ``on_lost`` once. Whether a lease may still be relied on, while
+    renewals fail or hang, is for :meth:`is_sure` to say: it goes by this process's monotonic
+    clock and stops work no later than the database would let another take over.
     """
 
     def __init__(self, engine: Engine, *, lease_seconds: float) -> None:
@@ -43,54 +45,62 @@ class Heartbeat:
         return self
 
     def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        _error: BaseException | None,
-        _traceback: TracebackType | None,
+        self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
         self._stop.set()
         self._thread.join()
 
-    def hold(self, lease: Lease, on_lost: Callable[[], None]) -> None:
-        """Keep a lease alive from now on."""
+    def hold(self, lease: Lease, on_lost: Callable[[], None], *, asked_at: float) -> None:
+        """Keep a lease alive from now on; it was asked for at ``asked_at`` (monotonic)."""
         with self._lock:
-            self._held[lease] = _Held(on_lost)
+            self._held[lease] = _Held(on_lost, asked_at)
+
+    def renewed(self, lease: Lease, *, asked_at: float) -> None:
+        """Note that another statement, asked for at ``asked_at``, has renewed the lease."""
+        with self._lock:
+            held = self._held.get(lease)
+            if held is not None:
+                held.renewed_at = max(held.renewed_at, asked_at)
 
     def drop(self, lease: Lease) -> None:
         """Stop keeping a lease alive."""
         with self._lock:
             self._held.pop(lease, None)
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._interval):
-            self.beat()
+    def is_sure(self, lease: Lease) -> bool:
+        """Whether the lease is held and its last renewal has not run out."""
+        with self._lock:
+            held = self._held.get(lease)
+            return held is not None and time.monotonic() < held.renewed_at + lease.seconds
 
     def beat(self) -> None:
         """Renew everything held once."""
         with self._lock:
-            held = dict(self._held)
+            held = list(self._held)
         if not held:
             return
         asked_at = time.monotonic()
         try:
             with self._engine.begin() as connection:
-                gone = set(renew(connection, held))
+                renewal = renew(connection, held)
         except SQLAlchemyError as error:
-            # The lease still runs; the next beat tries again, until it would have ended.
+            # The leases still run, and the next beat tries again.
             _logger.warning("a heartbeat failed and will be tried again: %s", type(error).__name__)
-            gone = {lease for lease, entry in held.items() if asked_at - entry.renewed_at >= lease.seconds}
-        else:
-            for lease, entry in held.items():
-                if lease not in gone:
-                    entry.renewed_at = asked_at
-        for lease in gone:
+            return
+        for lease in renewal.renewed:
+            self.renewed(lease, asked_at=asked_at)
+        for lease in renewal.lost:
             with self._lock:
-                entry_or_none = self._held.pop(lease, None)
-            if entry_or_none is not None:
-                entry_or_none.on_lost()
+                lost = self._held.pop(lease, None)
+            if lost is not None:
+                lost.on_lost()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            self.beat()
 
 
+@dataclass
 class _Held:
-    def __init__(self, on_lost: Callable[[], None]) -> None:
-        self.on_lost = on_lost
-        self.renewed_at = time.monotonic()
+    on_lost: Callable[[], None]
+    renewed_at: float

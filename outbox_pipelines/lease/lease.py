@@ -56,7 +56,7 @@ class Refused:
     """A claim that was not granted."""
 
     holder: str | None
-    """Who holds the lease; none when the row is not eligible or not there."""
+    """Who holds the lease; none when nobody does, and the row is not eligible or not there."""
 
     seconds_left: float | None
     """When to come back: the rest of the holder's lease, at least 1 s and at most one lease."""
@@ -107,7 +107,8 @@ def _refusal(connection: Connection, lease: Lease) -> Refused:
         text(f"""
             SELECT lease_holder,
                    extract(epoch FROM lease_expires_at - clock_timestamp())::float8 AS seconds_left
-            FROM {lease.table.name} WHERE {lease.table.key} = :key AND lease_token IS NOT NULL
+            FROM {lease.table.name}
+            WHERE {lease.table.key} = :key AND lease_expires_at > clock_timestamp()
         """),
         {"key": lease.key},
     ).one_or_none()
@@ -116,29 +117,60 @@ def _refusal(connection: Connection, lease: Lease) -> Refused:
     return Refused(row.lease_holder, min(max(row.seconds_left, 1.0), lease.seconds))
 
 
-def renew(connection: Connection, leases: Iterable[Lease]) -> list[Lease]:
-    """Extend leases of one table, each by its own length; returns those that were lost."""
-    held = list(leases)
+@dataclass(frozen=True)
+class Renewal:
+    """What a renewal of several leases found."""
+
+    renewed: set[Lease]
+    lost: set[Lease]
+    """Neither renewed nor lost are those whose rows another transaction had locked."""
+
+
+def renew(connection: Connection, leases: Iterable[Lease]) -> Renewal:
+    """Extend leases of one table, each by its own length.
+
+    Rows that others have locked are skipped, so that one of them does not cost the leases on
+    all the others; whether they are still ours is read without a lock.
+    """
+    held = {lease.token: lease for lease in leases}
     if not held:
-        return []
-    table = held[0].table
+        return Renewal(set(), set())
+    table = next(iter(held.values())).table
     renewed = set(
         connection.execute(
             text(f"""
+                WITH mine AS (
+                    SELECT leased.{table.key} AS key, held.seconds
+                    FROM unnest(:keys, :tokens, CAST(:seconds AS float8[])) AS held (key, token, seconds)
+                    JOIN {table.name} AS leased
+                      ON leased.{table.key} = held.key AND leased.lease_token = held.token
+                    FOR UPDATE OF leased SKIP LOCKED
+                )
                 UPDATE {table.name} AS leased
-                SET lease_expires_at = clock_timestamp() + make_interval(secs => held.seconds)
-                FROM unnest(:keys, :tokens, CAST(:seconds AS float8[])) AS held (key, token, seconds)
-                WHERE leased.{table.key} = held.key AND leased.lease_token = held.token
+                SET lease_expires_at = clock_timestamp() + make_interval(secs => mine.seconds)
+                FROM mine WHERE leased.{table.key} = mine.key
                 RETURNING leased.lease_token
             """),
             {
-                "keys": [lease.key for lease in held],
-                "tokens": [lease.token for lease in held],
-                "seconds": [lease.seconds for lease in held],
+                "keys": [lease.key for lease in held.values()],
+                "tokens": list(held),
+                "seconds": [lease.seconds for lease in held.values()],
             },
         ).scalars()
     )
-    return [lease for lease in held if lease.token not in renewed]
+    unsure = held.keys() - renewed
+    still_ours: set[UUID] = set()
+    if unsure:
+        still_ours = set(
+            connection.execute(
+                text(f"SELECT lease_token FROM {table.name} WHERE lease_token = ANY (:tokens)"),
+                {"tokens": list(unsure)},
+            ).scalars()
+        )
+    return Renewal(
+        renewed={lease for token, lease in held.items() if token in renewed},
+        lost={held[token] for token in unsure - still_ours},
+    )
 
 
 def release(

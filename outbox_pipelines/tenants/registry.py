@@ -15,6 +15,9 @@ from outbox_pipelines.errors import OutboxError
 
 MAX_NAME_LENGTH = 100
 
+MISSING_REMEDY = "restore it, or take the tenant out with `outbox tenants remove` and add it anew"
+"""What helps when a tenant's schema or a table in it is missing."""
+
 
 class UnknownTenant(OutboxError):
     """No tenant of that name or id is registered."""
@@ -38,7 +41,7 @@ class Problem(StrEnum):
     """The service refused us: credentials, permission, or no such method."""
 
     BROKEN = "broken"
-    """The tenant's schema or table is missing."""
+    """The tenant's schema, or a table in it, is missing."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,10 @@ class TenantStatus:
     next_attempt_at: datetime | None
     problem: Problem | None
     last_error: str | None
+    """In our words."""
+
+    last_error_details: str | None
+    """With the service's own words, which may hold a payload."""
 
 
 # A comma, brackets and quotes have a meaning where Dagster's UI takes a list of partitions.
@@ -119,7 +126,10 @@ def add_tenant(
             if constraint in str(error.orig)
         )
         raise InvalidTenant(f"{taken} belongs to a registered tenant; see `outbox tenants list`") from None
-    connection.exec_driver_sql(f"CREATE SCHEMA IF NOT EXISTS {driver_identifier(schema_name)}")
+    # Looked up first: CREATE SCHEMA IF NOT EXISTS wants the right to create even where nothing is made.
+    exists = text("SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = :schema)")
+    if not connection.execute(exists, {"schema": schema_name}).scalar_one():
+        connection.exec_driver_sql(f"CREATE SCHEMA IF NOT EXISTS {driver_identifier(schema_name)}")
     migrate_tenant(connection, schema_name)
     return tenant
 
@@ -148,7 +158,7 @@ def list_tenants(connection: Connection) -> list[TenantStatus]:
     """All tenants by name, with how they fare."""
     rows = connection.execute(
         text(f"""
-            SELECT {_COLUMNS}, failure_count, failing_since, next_attempt_at, problem, last_error,
+            SELECT {_COLUMNS}, failure_count, failing_since, next_attempt_at, problem, last_error, last_error_details,
                    CASE WHEN lease_expires_at > clock_timestamp() THEN lease_holder END AS lease_holder
             FROM outbox.tenants ORDER BY name
         """)
@@ -162,6 +172,7 @@ def list_tenants(connection: Connection) -> list[TenantStatus]:
             next_attempt_at=row.next_attempt_at,
             problem=Problem(row.problem) if row.problem else None,
             last_error=row.last_error,
+            last_error_details=row.last_error_details,
         )
         for row in rows
     ]
@@ -199,7 +210,7 @@ def remove_tenant(connection: Connection, name: str, *, drop_schema: bool = Fals
     tenant = get_tenant(connection, name)
     # A flush in flight loses its lease with this row and can delete nothing more.
     connection.execute(text("DELETE FROM outbox.tenants WHERE tenant_id = :id"), {"id": tenant.tenant_id})
-    if not force and _has_rows(connection, tenant):
+    if not force and _has_rows(connection, tenant, lock=drop_schema):
         raise TenantHasRows(
             f"tenant {name!r} still has rows in its outbox: flush them (`outbox flush --tenant {name}`), "
             "or remove it with --force"
@@ -209,16 +220,15 @@ def remove_tenant(connection: Connection, name: str, *, drop_schema: bool = Fals
     return tenant
 
 
-def _has_rows(connection: Connection, tenant: Tenant) -> bool:
-    table = f"{quote_identifier(tenant.schema)}.ml_outbox"
-    exists = connection.execute(text("SELECT to_regclass(:table) IS NOT NULL"), {"table": table}).scalar_one()
-    if not exists:
+def _has_rows(connection: Connection, tenant: Tenant, *, lock: bool) -> bool:
+    name = {"table": f"{quote_identifier(tenant.schema)}.ml_outbox"}
+    if not connection.execute(text("SELECT to_regclass(:table) IS NOT NULL"), name).scalar_one():
         return False
-    return bool(
-        connection.exec_driver_sql(
-            f"SELECT EXISTS (SELECT 1 FROM {driver_identifier(tenant.schema)}.ml_outbox)"
-        ).scalar_one()
-    )
+    table = f"{driver_identifier(tenant.schema)}.ml_outbox"
+    if lock:
+        # Waits for those who are enqueueing now: a row that they commit is seen, not dropped.
+        connection.exec_driver_sql(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
+    return bool(connection.exec_driver_sql(f"SELECT EXISTS (SELECT 1 FROM {table})").scalar_one())
 
 
 def _tenant(row: "Row[tuple[UUID, str, str, bool]]") -> Tenant:

@@ -4,20 +4,25 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from uuid import UUID
 
-from sqlalchemy import Connection, text
-from sqlalchemy.exc import ProgrammingError
+from sqlalchemy import Connection, Engine, Row, text
+from sqlalchemy.exc import DBAPIError
 
+from outbox_pipelines.database.error_text import first_line
 from outbox_pipelines.database.quoting import driver_identifier
-from outbox_pipelines.tenants.registry import Problem, Tenant
+from outbox_pipelines.database.steps import is_passing
+from outbox_pipelines.tenants.registry import MISSING_REMEDY, Problem, Tenant
 from outbox_pipelines.wording import counted
 
 Answer = TypeVar("Answer")
 
 CHUNK = 500
-"""Tenants asked about in one statement: thousands of tables in one exhaust the server's lock table."""
+"""Tenants asked about in one transaction: thousands of tables in one exhaust the server's lock table."""
+
+_LOCK_WAIT_MILLISECONDS = 200
+"""How long the look waits for a table that somebody has locked; the next look comes soon."""
 
 COUNT_AT_MOST = 1_000
 """Rows counted of one tenant; a backlog beyond that is said to be "at least" so many."""
@@ -36,7 +41,10 @@ class Standing(StrEnum):
     """Its last delivery failed and the next attempt is later."""
 
     BROKEN = "broken"
-    """Its schema or table is missing."""
+    """Its schema, or a table in it, is missing."""
+
+    UNREADABLE = "unreadable"
+    """Its outbox is locked, or we may not read it; the error says which."""
 
 
 @dataclass(frozen=True)
@@ -86,83 +94,130 @@ class Reachability:
     """When it was first found so, without a change since."""
 
 
-def look(connection: Connection) -> Backlog:
-    """Find who has rows waiting: one statement for the registry, two for each 500 tenants.
+def look(engine: Engine) -> Backlog:
+    """Find who has rows waiting: a few statements for the registry, a few for each 500 tenants.
 
-    Tenants whose table is missing are noted as broken, those found again as mended. The
-    caller commits.
+    Tenants whose tables are missing are noted as broken, those found again as mended.
     """
-    asked_at: datetime = connection.execute(text("SELECT clock_timestamp()")).scalar_one()
-    registered = connection.execute(
-        text("""
-            SELECT tenant_id, name, schema_name, paused, next_attempt_at, problem, last_error,
-                   coalesce(lease_expires_at > clock_timestamp(), false) AS leased,
-                   coalesce(next_attempt_at > clock_timestamp(), false) AS backing_off
-            FROM outbox.tenants ORDER BY name
-        """)
-    ).all()
-    oldest: dict[str, datetime | None] = {}
-    schemas = [row.schema_name for row in registered]
-    for begin in range(0, len(schemas), CHUNK):
-        oldest.update(_of_existing(connection, schemas[begin : begin + CHUNK], _oldest_rows))
+    with engine.begin() as connection:
+        asked_at: datetime = connection.execute(text("SELECT clock_timestamp()")).scalar_one()
+        registered = connection.execute(
+            text("""
+                SELECT tenant_id, name, schema_name, paused, next_attempt_at, problem, last_error,
+                       coalesce(lease_expires_at > clock_timestamp(), false) AS leased,
+                       coalesce(next_attempt_at > clock_timestamp(), false) AS backing_off
+                FROM outbox.tenants ORDER BY name
+            """)
+        ).all()
+    found = _ask_all(engine, [row.schema_name for row in registered], _oldest_rows)
     entries = []
-    broken: list[UUID] = []
-    mended: list[UUID] = []
     for row in registered:
-        missing = row.schema_name not in oldest
-        if missing and row.problem != Problem.BROKEN:
-            broken.append(row.tenant_id)
-        if not missing and row.problem == Problem.BROKEN:
-            mended.append(row.tenant_id)
-        waits = oldest.get(row.schema_name)
-        standing = (
-            Standing.BROKEN
-            if missing
-            else Standing.EMPTY
-            if waits is None
-            else Standing.PAUSED
-            if row.paused
-            else Standing.LEASED
-            if row.leased
-            # A table that is there again need not wait for the time that was set for a missing one.
-            else Standing.BACKING_OFF
-            if row.backing_off and row.problem != Problem.BROKEN
-            else Standing.DUE
-        )
+        answer = found.answers.get(row.schema_name)
+        trouble = found.unreadable.get(row.schema_name)
+        missing = row.schema_name in found.missing
+        standing = _standing(row, waits=answer is not None, missing=missing, unreadable=trouble is not None)
+        known = Problem(row.problem) if row.problem else None
         entries.append(
             TenantBacklog(
                 Tenant(row.tenant_id, row.name, row.schema_name, row.paused),
                 standing,
-                waits,
+                answer,
                 row.next_attempt_at,
-                Problem.BROKEN if missing else Problem(row.problem) if row.problem else None,
-                row.last_error,
+                Problem.BROKEN if missing else None if known is Problem.BROKEN else known,
+                trouble or row.last_error,
             )
         )
-    _note_broken(connection, broken, mended)
+    _note_broken(
+        engine,
+        broken=[row.tenant_id for row in registered if row.schema_name in found.missing and row.problem != "broken"],
+        mended=[row.tenant_id for row in registered if row.schema_name in found.answers and row.problem == "broken"],
+    )
     return Backlog(asked_at, entries)
 
 
-def _of_existing(
+def _standing(row: Row[Any], *, waits: bool, missing: bool, unreadable: bool) -> Standing:
+    if missing:
+        return Standing.BROKEN
+    if unreadable:
+        return Standing.UNREADABLE
+    if not waits:
+        return Standing.EMPTY
+    if row.paused:
+        return Standing.PAUSED
+    if row.leased:
+        return Standing.LEASED
+    # A table that is there again need not wait for the time that was set while it was missing.
+    if row.backing_off and row.problem != Problem.BROKEN:
+        return Standing.BACKING_OFF
+    return Standing.DUE
+
+
+@dataclass
+class _Found(Generic[Answer]):
+    """What asking the outboxes gave, by schema."""
+
+    answers: dict[str, Answer] = field(default_factory=dict)
+    missing: set[str] = field(default_factory=set)
+    unreadable: dict[str, str] = field(default_factory=dict)
+
+
+def _ask_all(
+    engine: Engine, schemas: Sequence[str], ask: Callable[[Connection, Sequence[str]], dict[str, Answer]]
+) -> _Found[Answer]:
+    """Ask about all outboxes, :data:`CHUNK` in one statement, each chunk in its own transaction.
+
+    Its own, since a transaction holds a lock on every table it has read until it ends.
+    """
+    found: _Found[Answer] = _Found()
+    for begin in range(0, len(schemas), CHUNK):
+        chunk = schemas[begin : begin + CHUNK]
+        try:
+            with engine.begin() as connection:
+                _ask_chunk(connection, chunk, ask, found)
+        except DBAPIError as error:
+            if is_passing(error):
+                raise
+            # One is locked, unreadable, or was dropped meanwhile: the others are asked without it.
+            _ask_one_by_one(engine, chunk, ask, found)
+    return found
+
+
+def _ask_one_by_one(
+    engine: Engine,
+    schemas: Sequence[str],
+    ask: Callable[[Connection, Sequence[str]], dict[str, Answer]],
+    found: _Found[Answer],
+) -> None:
+    for schema in schemas:
+        try:
+            with engine.begin() as connection:
+                _ask_chunk(connection, [schema], ask, found)
+        except DBAPIError as error:
+            if is_passing(error):
+                raise
+            found.unreadable[schema] = first_line(error.orig)
+
+
+def _ask_chunk(
     connection: Connection,
     schemas: Sequence[str],
     ask: Callable[[Connection, Sequence[str]], dict[str, Answer]],
-) -> dict[str, Answer]:
-    """Ask about the outboxes that are there, in one statement for all."""
-    try:
-        with connection.begin_nested():
-            return ask(connection, _schemas_with_outbox(connection, schemas))
-    except ProgrammingError:
-        # One was dropped between the two statements; what is there now is asked once more.
-        return ask(connection, _schemas_with_outbox(connection, schemas))
+    found: _Found[Answer],
+) -> None:
+    connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_LOCK_WAIT_MILLISECONDS}ms'")
+    there = _schemas_with_outbox(connection, schemas)
+    found.answers.update(ask(connection, there))
+    found.missing.update(set(schemas) - set(there))
 
 
 def _schemas_with_outbox(connection: Connection, schemas: Sequence[str]) -> list[str]:
+    """Those that hold both tables, the outbox and the dead letters."""
     found = connection.execute(
         text("""
             SELECT space.nspname FROM pg_class AS class JOIN pg_namespace AS space ON space.oid = class.relnamespace
-            WHERE class.relname = 'ml_outbox' AND class.relkind IN ('r', 'p')
+            WHERE class.relname IN ('ml_outbox', 'ml_outbox_dead') AND class.relkind IN ('r', 'p')
               AND space.nspname = ANY (:schemas)
+            GROUP BY space.nspname HAVING count(*) = 2
         """),
         {"schemas": list(schemas)},
     )
@@ -192,26 +247,27 @@ def _union(connection: Connection, schemas: Sequence[str], query: str) -> dict[i
         "(" + query.format(place=place, table=f"{driver_identifier(schema)}.ml_outbox") + ")"
         for place, schema in enumerate(schemas)
     )
-    return dict(connection.exec_driver_sql(" UNION ALL ".join(parts)).all())
+    return dict(iter(connection.exec_driver_sql(" UNION ALL ".join(parts))))
 
 
-def _note_broken(connection: Connection, broken: list[UUID], mended: list[UUID]) -> None:
-    if broken:
+def _note_broken(engine: Engine, *, broken: list[UUID], mended: list[UUID]) -> None:
+    if not broken and not mended:
+        return
+    with engine.begin() as connection:
         connection.execute(
             text("""
                 UPDATE outbox.tenants
                 SET problem = 'broken', failing_since = coalesce(failing_since, clock_timestamp()),
-                    last_error = 'schema ' || quote_ident(schema_name) || ' has no table ml_outbox: '
-                                 'run `outbox migrate`, or remove the tenant'
+                    last_error = 'schema ' || quote_ident(schema_name) || ' or a table in it is missing; ' || :remedy
                 WHERE tenant_id = ANY (:ids)
             """),
-            {"ids": broken},
+            {"ids": broken, "remedy": MISSING_REMEDY},
         )
-    if mended:
         connection.execute(
             text("""
                 UPDATE outbox.tenants
-                SET problem = NULL, failing_since = NULL, last_error = NULL, next_attempt_at = NULL
+                SET problem = NULL, failing_since = NULL, last_error = NULL, last_error_details = NULL,
+                    next_attempt_at = NULL
                 WHERE tenant_id = ANY (:ids) AND problem = 'broken'
             """),
             {"ids": mended},
@@ -231,15 +287,12 @@ class RowCount:
         return f"{least}{counted(self.rows, 'row')} of {counted(self.tenants, 'tenant')}"
 
 
-def count_waiting(connection: Connection, entries: Iterable[TenantBacklog]) -> RowCount:
+def count_waiting(engine: Engine, entries: Iterable[TenantBacklog]) -> RowCount:
     """Count the rows of tenants, at most :data:`COUNT_AT_MOST` of each."""
-    schemas = [entry.tenant.schema for entry in entries if entry.standing is not Standing.BROKEN]
-    rows, exact = 0, True
-    for begin in range(0, len(schemas), CHUNK):
-        for count in _of_existing(connection, schemas[begin : begin + CHUNK], _row_counts).values():
-            rows += count
-            exact = exact and count < COUNT_AT_MOST
-    return RowCount(rows, len(schemas), exact)
+    found = _ask_all(engine, [entry.tenant.schema for entry in entries], _row_counts)
+    counts = [count for count in found.answers.values() if count]
+    exact = not found.unreadable and all(count < COUNT_AT_MOST for count in counts)
+    return RowCount(sum(counts), len(counts), exact)
 
 
 def note_reachability(connection: Connection, target: str, *, reachable: bool, detail: str) -> Reachability:

@@ -5,6 +5,7 @@ rows of the last turn are settled and those of the next are read, never more tha
 away from the turn being sent.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,19 +14,22 @@ from dataclasses import dataclass
 from enum import StrEnum
 from uuid import uuid4
 
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from outbox_pipelines.database.error_text import error_text
+from outbox_pipelines.database.error_text import error_text, first_line
 from outbox_pipelines.database.steps import StepThreads
-from outbox_pipelines.errors import OutboxError
+from outbox_pipelines.lease import lease as lease_module
 from outbox_pipelines.lease.backoff import backoff_seconds
 from outbox_pipelines.lease.heartbeat import Heartbeat
 from outbox_pipelines.lease.lease import Lease, LeaseLost, Refused
 from outbox_pipelines.settings import Settings
-from outbox_pipelines.tenants.registry import Problem, Tenant
+from outbox_pipelines.tenants.registry import MISSING_REMEDY, Problem, Tenant
 from outbox_pipelines.training import outbox
 from outbox_pipelines.training.delivery import DeadLetter, deliver, pack
-from outbox_pipelines.training.sink import Batch, Misconfigured, OutboxRow, Sink, SinkClosed
+from outbox_pipelines.training.sink import Batch, Misconfigured, OutboxRow, Sink, SinkClosed, SinkError
+
+_logger = logging.getLogger(__name__)
 
 _SLOW_CALL_SECONDS = 0.05
 """After a call this slow its rows are settled at once: the database has time, and a crash
@@ -42,7 +46,7 @@ class Ending(StrEnum):
     """How the flush of a tenant ended."""
 
     EMPTIED = "emptied"
-    """No row was left."""
+    """No row was left when it was last read."""
 
     BUDGET_SPENT = "budget spent"
     """Rows may be left; the next poll goes on."""
@@ -57,7 +61,7 @@ class Ending(StrEnum):
     """Somebody paused the tenant meanwhile."""
 
     LEASE_LOST = "lease lost"
-    """Another run took over; what was not settled by then, it sends again."""
+    """Another run may have taken over, or the tenant was removed; what was not settled is sent again."""
 
     CANCELLED = "cancelled"
     """The flush was interrupted."""
@@ -110,11 +114,10 @@ class TenantDrain:
         self._heartbeat = heartbeat
         self._database = database
         self._cancelled = cancelled
-        self._lease_lost = threading.Event()
         self._claimed: outbox.ClaimedTenant | None = None
         self._began = time.monotonic()
         self._unsettled = outbox.Unsettled()
-        self._settling: tuple[outbox.Unsettled, Future[bool]] | None = None
+        self._settling: _Settling | None = None
         self._reading: Future[list[OutboxRow]] | None = None
         self._paused = False
         self._paused_asked_at = 0.0
@@ -147,7 +150,7 @@ class TenantDrain:
             refused = self._claim()
             if refused is not None:
                 return self._ended(Ending.TAKEN, _tell(refused))
-        rows = (self._reading or self._read(except_ids=[])).result()
+        rows = self._next_rows()
         if self._cancelled.is_set():
             return self._conclude(Ending.CANCELLED)
         if self._is_paused():
@@ -162,12 +165,12 @@ class TenantDrain:
             if isinstance(item, DeadLetter):
                 self._unsettled.dead.append(item)
                 continue
-            if self._lease_lost.is_set():
-                raise LeaseLost(f"tenant {self._tenant.name!r}: the lease could not be kept")
+            if not self._heartbeat.is_sure(self._lease):
+                raise LeaseLost(f"tenant {self._tenant.name!r}: the lease could not be kept; another run may have it")
             began = time.monotonic()
             self._send(item)
             slow = time.monotonic() - began > _SLOW_CALL_SECONDS
-            if slow and (self._settling is None or self._settling[1].done()):
+            if slow and (self._settling is None or self._settling.step.done()):
                 self._settle_behind()
         return True
 
@@ -187,31 +190,43 @@ class TenantDrain:
             self._unsettled.failure = error_text(error)
             raise
 
-    # Steps of the database; each is one transaction and safe to repeat.
+    # Steps of the database; each is one statement and safe to repeat.
 
     def _claim(self) -> Refused | None:
-        self._began = time.monotonic()
+        asked_at = self._began = time.monotonic()
         token = uuid4()
         claimed = self._database.run(
             lambda connection: outbox.claim_tenant(
-                connection,
-                self._tenant,
-                holder=self._run_id,
-                seconds=self._settings.lease_seconds,
-                token=token,
+                connection, self._tenant, holder=self._run_id, seconds=self._settings.lease_seconds, token=token
             )
         )
         if isinstance(claimed, Refused):
             return claimed
         self._claimed = claimed
-        self._paused_asked_at = self._began
-        self._heartbeat.hold(claimed.lease, self._lease_lost.set)
+        self._paused_asked_at = asked_at
+        # Whether it is lost, the drain asks before each call.
+        self._heartbeat.hold(claimed.lease, on_lost=lambda: None, asked_at=asked_at)
         return None
 
+    def _next_rows(self) -> list[OutboxRow]:
+        if self._reading is not None:
+            rows = self._reading.result()
+            if rows:
+                return rows
+            # That was read while the last turn was under way; what was committed since is read now.
+            self._settle_all()
+        return self._read(except_ids=[]).result()
+
     def _read(self, except_ids: list[int]) -> Future[list[OutboxRow]]:
-        limit = self._settings.max_rows_per_turn
         return self._database.submit(
-            lambda connection: outbox.read_rows(connection, self._tenant, limit=limit, except_ids=except_ids)
+            lambda connection: outbox.read_rows(
+                connection,
+                self._tenant,
+                limit=self._settings.max_rows_per_turn,
+                # Of large rows a turn is one message: what is read ahead is held in memory.
+                max_bytes=self._sink.max_call_bytes,
+                except_ids=except_ids,
+            )
         )
 
     def _settle(self, unsettled: outbox.Unsettled) -> Future[bool]:
@@ -224,15 +239,31 @@ class TenantDrain:
         self._settled()
         if self._unsettled:
             unsettled, self._unsettled = self._unsettled, outbox.Unsettled()
-            self._paused_asked_at = time.monotonic()
-            self._settling = (unsettled, self._settle(unsettled))
+            self._settling = _Settling(unsettled, self._settle(unsettled), time.monotonic())
 
     def _settled(self) -> None:
         """Wait for the step that :meth:`_settle_behind` began, and count what it settled."""
-        if self._settling is not None:
-            (unsettled, step), self._settling = self._settling, None
-            self._paused = step.result()
-            self._count(unsettled)
+        if self._settling is None:
+            return
+        settling, self._settling = self._settling, None
+        try:
+            self._paused = settling.step.result()
+        except DBAPIError:
+            # Still delivered, and still to be settled: forgetting it would send it again.
+            self._unsettled = settling.unsettled.put_before(self._unsettled)
+            raise
+        self._paused_asked_at = settling.asked_at
+        self._heartbeat.renewed(self._lease, asked_at=settling.asked_at)
+        self._count(settling.unsettled)
+
+    def _settle_all(self) -> None:
+        try:
+            self._settled()
+        except DBAPIError as error:
+            # Put back, and settled now with the rest: the server may have been away, or a row locked.
+            _logger.info("tenant %s: settling once more after %s", self._tenant.name, type(error).__name__)
+        self._settle_behind()
+        self._settled()
 
     def _is_paused(self) -> bool:
         self._settled()
@@ -251,16 +282,23 @@ class TenantDrain:
     def _conclude(self, ending: Ending) -> bool:
         self._settle_all()
         went_well = ending is Ending.EMPTIED or self.report.rows > 0
-        release = outbox.release_well if went_well else outbox.release_unchanged
-        self._database.run(lambda connection: release(connection, self._lease))
+        self._release(outbox.release_well if went_well else lease_module.release)
         return self._ended(ending)
 
-    def _settle_all(self) -> None:
-        self._settled()
-        if self._unsettled:
-            unsettled, self._unsettled = self._unsettled, outbox.Unsettled()
-            self._settle(unsettled).result()
-            self._count(unsettled)
+    def _release(self, release: Callable[[Connection, Lease], None]) -> None:
+        tried = False
+
+        def step(connection: Connection) -> None:
+            nonlocal tried
+            again, tried = tried, True
+            try:
+                release(connection, self._lease)
+            except LeaseLost:
+                if not again:
+                    raise
+                # The first try, whose answer was lost with its connection, had released it.
+
+        self._database.run(step)
 
     def _fail(self, error: Exception) -> bool:
         problem, told = self._diagnose(error)
@@ -268,53 +306,40 @@ class TenantDrain:
         if self._claimed is None:
             return self._ended(Ending.FAILED, told)
         try:
-            if problem is not Problem.BROKEN:
-                self._settle_all()
-            # A tenant that got something through begins its backoff anew.
-            failures = 1 if self.report.rows else self._claimed.failure_count + 1
-            wait = (
-                self._settings.backoff_max_seconds
-                if problem is Problem.BROKEN
-                else backoff_seconds(
-                    failures,
-                    first=self._settings.backoff_first_seconds,
-                    maximum=self._settings.backoff_max_seconds,
-                )
-            )
-            self._database.run(
-                lambda connection: outbox.release_failed(
-                    connection,
-                    self._lease,
-                    failures=failures,
-                    problem=problem,
-                    error=told,
-                    retry_in_seconds=wait,
-                )
-            )
+            self._settle_all()
         except LeaseLost as lost:
             return self._ended(Ending.LEASE_LOST, str(lost))
-        except DBAPIError as failed:
-            # The lease ends by itself; the rows are there for whoever claims it then.
-            told = f"{told}; and the lease stays until it ends: {_first_line(failed.orig)}"
-            return self._ended(Ending.FAILED, told)
+        except SQLAlchemyError as failed:
+            # What is not settled is sent again: at least once. The error to tell is the first one.
+            _logger.warning("tenant %s: deliveries could not be settled: %s", self._tenant.name, type(failed).__name__)
+        # A tenant that got something through begins its backoff anew.
+        failures = 1 if self.report.rows else self._claimed.failure_count + 1
+        first, longest = self._settings.backoff_first_seconds, self._settings.backoff_max_seconds
+        # Only a person can mend what is broken; the sensor sees it when it is.
+        wait = longest if problem is Problem.BROKEN else backoff_seconds(failures, first=first, maximum=longest)
+        failure = outbox.Failure(problem, told, error_text(error), failures, wait)
+        try:
+            self._release(lambda connection, lease: outbox.release_failed(connection, lease, failure))
+        except LeaseLost as lost:
+            return self._ended(Ending.LEASE_LOST, str(lost))
+        except SQLAlchemyError:
+            # The rows are there for whoever claims the tenant when the lease has run out.
+            return self._ended(Ending.FAILED, f"{told}; the lease ends by itself")
         return self._ended(Ending.FAILED, f"{told}; next attempt in {wait:.0f} s")
 
     def _diagnose(self, error: Exception) -> tuple[Problem, str]:
-        if isinstance(error, Misconfigured):
-            return Problem.MISCONFIGURED, error_text(error)
+        """The kind of problem, and a line about it that holds no payload."""
+        if isinstance(error, SinkError):
+            return (Problem.MISCONFIGURED if isinstance(error, Misconfigured) else Problem.UNWELL), error.told
         if isinstance(error, DBAPIError):
+            # The first line alone: PostgreSQL quotes the row in the lines below.
+            line = first_line(error.orig)
             if getattr(error.orig, "sqlstate", None) in _MISSING:
-                return (
-                    Problem.BROKEN,
-                    (
-                        f"schema {self._tenant.schema!r} has no table ml_outbox: "
-                        "run `outbox migrate`, or remove the tenant"
-                    ),
-                )
-            return Problem.UNWELL, f"the database failed: {_first_line(error.orig)}"
-        if isinstance(error, OutboxError):
-            return Problem.UNWELL, error_text(error)
-        return Problem.UNWELL, f"{self._sink.target} failed: {type(error).__name__}: {error_text(error)}"
+                return Problem.BROKEN, f"{line}; {MISSING_REMEDY}"
+            return Problem.UNWELL, f"the database failed: {line}"
+        if isinstance(error, SQLAlchemyError):
+            return Problem.UNWELL, f"the database failed: {first_line(error)}"
+        return Problem.UNWELL, f"{self._sink.target} failed with {type(error).__name__}"
 
     def _ended(self, ending: Ending, detail: str = "") -> bool:
         if self._claimed is not None:
@@ -334,12 +359,16 @@ class TenantDrain:
         report.dead_letters += len(settled.dead)
 
 
+@dataclass(frozen=True)
+class _Settling:
+    """A step that settles, under way."""
+
+    unsettled: outbox.Unsettled
+    step: Future[bool]
+    asked_at: float
+
+
 def _tell(refused: Refused) -> str:
     if refused.seconds_left is None:
         return "the tenant is paused or no longer registered"
     return f"run {refused.holder} holds the lease, for up to {refused.seconds_left:.0f} s more"
-
-
-def _first_line(error: BaseException | None) -> str:
-    lines = error_text(str(error)).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

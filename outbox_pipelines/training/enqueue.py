@@ -8,6 +8,7 @@ from uuid import UUID
 import psycopg
 from sqlalchemy import ARRAY, Connection, Text, cast, column, func, insert, quoted_name, select, table
 from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, scoped_session
 
 from outbox_pipelines.database.quoting import quote_identifier
@@ -64,7 +65,12 @@ def enqueue_training(
     new = func.unnest(cast(texts, ARRAY(Text))).table_valued("example", with_ordinality="place").render_derived()
     # In the order of the examples, and so are the ids that the rows are given.
     ordered = select(cast(new.c.example, JSONB)).order_by(new.c.place)
-    inserted = connection.execute(insert(outbox).from_select(["example"], ordered).returning(outbox.c.id))
+    try:
+        inserted = connection.execute(insert(outbox).from_select(["example"], ordered).returning(outbox.c.id))
+    except DBAPIError as error:
+        # Its text would quote the examples, and end up in the application's log.
+        error.hide_parameters = True
+        raise
     return sorted(inserted.scalars())
 
 
@@ -94,6 +100,9 @@ def copy_training(
             "copy_training needs an engine with psycopg 3 (postgresql+psycopg://); "
             "enqueue_training works with every driver"
         )
+    if not connection.in_transaction():
+        # COPY goes around SQLAlchemy, which would not know that there is something to commit.
+        connection.begin()
     count = 0
     statement = f"COPY {quote_identifier(found.schema)}.ml_outbox (example) FROM STDIN"
     with driver.cursor().copy(statement.encode()) as copy:
@@ -126,6 +135,7 @@ def _encode_one(example: Example, limit: int) -> str:
     if not isinstance(example, Mapping):
         raise _Flaw(f"it is a {type(example).__name__}, and must be a JSON object (a dict)")
     try:
+        _check(example)
         text = json.dumps(dict(example), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_refuse)
     except ValueError as error:
         told = "a number is NaN or infinite" if "JSON compliant" in str(error) else str(error)
@@ -134,9 +144,6 @@ def _encode_one(example: Example, limit: int) -> str:
         raise _Flaw(str(error)) from None
     except RecursionError:
         raise _Flaw("it is nested too deeply") from None
-    # json.dumps escapes NUL; a backslash that was there is doubled, so an odd run of them escapes.
-    if "\\u0000" in text and _holds_nul(example):
-        raise _Flaw("a text or key holds the character NUL, which PostgreSQL cannot store")
     try:
         size = len(text.encode())
     except UnicodeEncodeError:
@@ -146,15 +153,21 @@ def _encode_one(example: Example, limit: int) -> str:
     return text
 
 
+def _check(value: object) -> None:
+    """Find what json.dumps lets through and PostgreSQL does not, or what would change silently."""
+    if isinstance(value, str):
+        if "\x00" in value:
+            raise _Flaw("a text or key holds the character NUL, which PostgreSQL cannot store")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise _Flaw(f"a key is a {type(key).__name__}, and must be a text")
+            _check(key)
+            _check(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check(item)
+
+
 def _refuse(value: object) -> object:
     raise TypeError(f"a value is a {type(value).__name__}, which JSON cannot say")
-
-
-def _holds_nul(value: object) -> bool:
-    if isinstance(value, str):
-        return "\x00" in value
-    if isinstance(value, Mapping):
-        return any(_holds_nul(key) or _holds_nul(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return any(_holds_nul(item) for item in value)
-    return False

@@ -4,7 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from sqlalchemy import Engine
@@ -56,7 +56,7 @@ class Flusher:
     """Flushes tenants over one sink.
 
     Args:
-        engine: the database; threads of one flush use at most its pool's connections.
+        engine: the database; one flush at a time, which uses at most its pool's connections.
         sink: the destination; closed by a cancelled flush, otherwise left to the caller.
         settings: sizes, budgets and times.
         run_id: who delivers, for the ledger and as the leases' holder.
@@ -115,23 +115,18 @@ class Flusher:
                 for tenant in tenants
             ]
             queue = deque(drains)
-            ends_at = began + budget
-            rounds = [calls.submit(self._take_turns, queue, ends_at, max_turns) for _ in range(workers)]
-            self._wait(rounds)
+            try:
+                rounds = [calls.submit(self._take_turns, queue, began + budget, max_turns) for _ in range(workers)]
+                while wait(rounds, timeout=_WAKE_SECONDS).not_done:
+                    pass
+            except BaseException:
+                # Whatever it was (Ctrl-C, Dagster's termination): nothing unanswered is deleted, and the
+                # leases are free before it goes on its way, since leaving the block waits for the threads.
+                self.cancel()
+                raise
+            for done in rounds:
+                done.result()
         return FlushReport([drain.report for drain in drains], time.monotonic() - began)
-
-    def _wait(self, rounds: "list[Future[None]]") -> None:
-        try:
-            while wait(rounds, timeout=_WAKE_SECONDS).not_done:
-                pass
-        except BaseException:
-            # Whatever it was (Ctrl-C, Dagster's termination): nothing unanswered is deleted,
-            # and the leases are free before it goes on its way.
-            self.cancel()
-            wait(rounds)
-            raise
-        for done in rounds:
-            done.result()
 
     def _take_turns(self, queue: "deque[TenantDrain]", ends_at: float, max_turns: int | None) -> None:
         while True:

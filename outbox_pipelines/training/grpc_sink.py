@@ -1,6 +1,7 @@
 """Batches to the ML service over gRPC."""
 
 import ipaddress
+import re
 import threading
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -28,6 +29,8 @@ _ENVELOPE_BYTES = 72
 
 _ROW_BYTES = 32
 """More than a row takes besides its text: three tags, two lengths of up to 5 bytes, an id of up to 10."""
+
+_SIZE_LIMIT = re.compile(r"message larger than max \(\d+ vs\. \d+\)")
 
 _MISCONFIGURED = MappingProxyType(
     {
@@ -97,15 +100,15 @@ class GrpcSink:
 
     def _explain(self, error: grpc.RpcError) -> OutboxError:
         code: grpc.StatusCode = error.code()
-        details = error.details() or "no details"
-        said = f"{self.target} answered {code.name}: {details}"
+        details = error.details() or ""
+        told = f"{self.target} answered {code.name}"
         if self._closed.is_set():
             return SinkClosed(f"{self.target}: the call was cancelled")
         if code is grpc.StatusCode.INVALID_ARGUMENT or _is_too_large(code, details):
-            return BatchRefused(said)
+            return BatchRefused(told, details)
         if code in _MISCONFIGURED:
-            return Misconfigured(f"{said}; {_MISCONFIGURED[code]}")
-        return ServiceUnwell(said)
+            return Misconfigured(f"{told} ({_MISCONFIGURED[code]})", details)
+        return ServiceUnwell(told, details)
 
     def probe(self) -> Health:
         """Ask the standard health service; a service without one counts as reachable."""
@@ -139,13 +142,15 @@ def _message(rows: Sequence[OutboxRow]) -> training_pb2.TrainBatchRequest:
 
 def _is_too_large(code: grpc.StatusCode, details: str) -> bool:
     # The same status says that a quota is used up; gRPC marks its own size limit by this text only.
-    return code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details
+    return code is grpc.StatusCode.RESOURCE_EXHAUSTED and _SIZE_LIMIT.search(details) is not None
 
 
 def _open_channel(settings: Settings) -> grpc.Channel:
     milliseconds = int(settings.ml_keepalive_seconds * 1000)
     options = [
         ("grpc.max_send_message_length", settings.ml_max_message_bytes),
+        # An answer that is refused for its size would look like a batch that was: none is.
+        ("grpc.max_receive_message_length", -1),
         ("grpc.keepalive_time_ms", milliseconds),
         ("grpc.keepalive_timeout_ms", min(milliseconds, 20_000)),
         # Channels of one process share connections otherwise, and a closed one could linger.

@@ -45,6 +45,15 @@ class Unsettled:
     def __bool__(self) -> bool:
         return bool(self.delivered or self.dead or self.failed_ids)
 
+    def put_before(self, later: "Unsettled") -> "Unsettled":
+        """Both together, in their order."""
+        return Unsettled(
+            self.delivered + later.delivered,
+            self.dead + later.dead,
+            self.failed_ids + later.failed_ids,
+            later.failure or self.failure,
+        )
+
     @property
     def gone_ids(self) -> list[int]:
         """The rows that are to leave the outbox."""
@@ -77,19 +86,34 @@ def claim_tenant(
     return claimed if isinstance(claimed, Refused) else ClaimedTenant(claimed[0], claimed[1].failure_count)
 
 
-def read_rows(connection: Connection, tenant: Tenant, *, limit: int, except_ids: Sequence[int]) -> list[OutboxRow]:
+def read_rows(
+    connection: Connection, tenant: Tenant, *, limit: int, max_bytes: int, except_ids: Sequence[int]
+) -> list[OutboxRow]:
     """The oldest rows by id that are there, except those in flight.
 
     Never ``id > last seen``: a lower id may commit later than a higher one. The excepted ids
     are a subquery, which the server hashes; ``<> ALL (array)`` with a parameter it searches
     from end to end for each row.
+
+    Args:
+        connection: the caller commits.
+        tenant: whose.
+        limit: rows at most.
+        max_bytes: bytes of text after which no further row is taken; the first always is.
+        except_ids: rows to leave out.
     """
     rows = connection.exec_driver_sql(
         f"""
-        SELECT id, example::text FROM {driver_identifier(tenant.schema)}.ml_outbox
-        WHERE id NOT IN (SELECT unnest(%(except_ids)s::bigint[])) ORDER BY id LIMIT %(limit)s
+        SELECT id, example FROM (
+            SELECT id, example, sum(octet_length(example)) OVER (ORDER BY id) - octet_length(example) AS before
+            FROM (
+                SELECT id, example::text FROM {driver_identifier(tenant.schema)}.ml_outbox
+                WHERE id NOT IN (SELECT unnest(%(except_ids)s::bigint[])) ORDER BY id LIMIT %(limit)s
+            ) AS oldest
+        ) AS measured
+        WHERE before < %(max_bytes)s ORDER BY id
         """,
-        {"except_ids": list(except_ids), "limit": limit},
+        {"except_ids": list(except_ids), "limit": limit, "max_bytes": max_bytes},
     )
     return [OutboxRow(*row) for row in rows]
 
@@ -99,8 +123,8 @@ def settle(connection: Connection, lease: Lease, tenant: Tenant, unsettled: Unse
 
     Safe because every part asks ``held``, which renews the lease and is empty when it is
     lost: then nothing is written. Repeating it, when the outcome of a first try is unknown,
-    changes nothing more: rows that are gone are not deleted again, a ledger line is known
-    by its ``delivery_id``.
+    loses and doubles nothing: rows that are gone are not deleted again, a ledger line is
+    known by its ``delivery_id``. (A failed row's ``attempts`` may then count one too many.)
 
     Returns:
         Whether the tenant has been paused meanwhile.
@@ -177,36 +201,41 @@ def release_well(connection: Connection, lease: Lease) -> None:
         connection,
         lease,
         also_set="""failure_count = 0, failing_since = NULL, next_attempt_at = NULL,
-                    problem = NULL, last_error = NULL""",
+                    problem = NULL, last_error = NULL, last_error_details = NULL""",
     )
 
 
-def release_unchanged(connection: Connection, lease: Lease) -> None:
-    """Give the lease back without a judgement, for example after an interrupt."""
-    release(connection, lease)
+@dataclass(frozen=True)
+class Failure:
+    """Why a tenant's delivery failed, and when it is tried again."""
+
+    problem: Problem
+    told: str
+    """In our words; shown anywhere."""
+
+    details: str
+    """With the service's own words; shown where the payload is."""
+
+    failures: int
+    """In a row, this one included."""
+
+    retry_in_seconds: float
 
 
-def release_failed(
-    connection: Connection,
-    lease: Lease,
-    *,
-    failures: int,
-    problem: Problem,
-    error: str,
-    retry_in_seconds: float,
-) -> None:
+def release_failed(connection: Connection, lease: Lease, failure: Failure) -> None:
     """Give the lease back after a failure: the tenant is due again when the time has passed."""
     release(
         connection,
         lease,
         also_set="""failure_count = :failures, failing_since = coalesce(failing_since, clock_timestamp()),
                     next_attempt_at = clock_timestamp() + make_interval(secs => :retry_in),
-                    problem = :problem, last_error = :error""",
+                    problem = :problem, last_error = :told, last_error_details = :details""",
         parameters={
-            "failures": failures,
-            "problem": problem.value,
-            "error": error_text(error),
-            "retry_in": retry_in_seconds,
+            "failures": failure.failures,
+            "problem": failure.problem.value,
+            "told": error_text(failure.told),
+            "details": error_text(failure.details),
+            "retry_in": failure.retry_in_seconds,
         },
     )
 

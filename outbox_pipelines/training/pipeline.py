@@ -3,13 +3,16 @@
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import dagster as dg
 from dagster import DagsterRunStatus, MetadataValue, RunsFilter
 from pydantic import Field
+from sqlalchemy.exc import DBAPIError
 
 from outbox_pipelines.database.database import Database
+from outbox_pipelines.database.error_text import first_line
 from outbox_pipelines.settings import Settings, TrainMode
 from outbox_pipelines.tenants.registry import Tenant, UnknownTenant, get_tenant
 from outbox_pipelines.training import outbox
@@ -29,13 +32,10 @@ PARTITIONS_CHUNK = 1_000
 """Partitions added or deleted in one request."""
 
 _TABLE_ROWS = 100
-_IN_PROGRESS = [
-    DagsterRunStatus.QUEUED,
-    DagsterRunStatus.NOT_STARTED,
-    DagsterRunStatus.STARTING,
-    DagsterRunStatus.STARTED,
-    DagsterRunStatus.CANCELING,
-]
+_QUEUED = [DagsterRunStatus.QUEUED, DagsterRunStatus.NOT_STARTED]
+_RUNNING = [DagsterRunStatus.STARTING, DagsterRunStatus.STARTED, DagsterRunStatus.CANCELING]
+_START_TIMEOUT = timedelta(minutes=3)
+"""How long a run may take to start; dagster.yaml says the same."""
 
 tenants_partitions = dg.DynamicPartitionsDefinition(name="tenants")
 
@@ -144,10 +144,11 @@ class TrainingPipeline:
                 except UnknownTenant as error:
                     # Removed since the run was requested: the others are not affected.
                     unknown.append(str(error))
-            if config.dry_run:
-                return self._dry_run(context, [(tenant, outbox.count_rows(connection, tenant)) for tenant in tenants])
+                    context.log.warning(str(error))
         if unknown and not tenants:
             raise dg.Failure(unknown[0], allow_retries=False)
+        if config.dry_run:
+            return self._dry_run(context, tenants)
         sink = self.make_sink()
         try:
             report = Flusher(engine, sink, self.settings, run_id=context.run_id).flush(
@@ -162,18 +163,26 @@ class TrainingPipeline:
             raise dg.Failure(failure_line(report), metadata=metadata, allow_retries=False)
         return dg.Output(None, metadata=metadata)
 
-    def _dry_run(self, context: dg.OpExecutionContext, counts: list[tuple[Tenant, int]]) -> dg.Output[None]:
-        rows = sum(count for _, count in counts)
-        context.log.info(f"dry run: {counted(rows, 'row')} waiting; nothing was sent")
-        table = [dg.TableRecord({"tenant": tenant.name, "rows": count}) for tenant, count in counts[:_TABLE_ROWS]]
-        return dg.Output(None, metadata={"rows waiting": rows, "tenants": MetadataValue.table(table)})
+    def _dry_run(self, context: dg.OpExecutionContext, tenants: Sequence[Tenant]) -> dg.Output[None]:
+        records = []
+        total = 0
+        for tenant in tenants:
+            try:
+                with self.database.engine.connect() as connection:
+                    rows = outbox.count_rows(connection, tenant)
+            except DBAPIError as error:
+                records.append(dg.TableRecord({"tenant": tenant.name, "rows": 0, "error": first_line(error.orig)}))
+                continue
+            total += rows
+            records.append(dg.TableRecord({"tenant": tenant.name, "rows": rows, "error": ""}))
+        context.log.info(f"dry run: {counted(total, 'row')} waiting; nothing was sent")
+        return dg.Output(None, metadata={"rows waiting": total, "tenants": MetadataValue.table(records[:_TABLE_ROWS])})
 
     # The sensor
 
     def _poll(self, context: dg.SensorEvaluationContext) -> dg.SensorResult:
         engine = self.database.migrated_engine()
-        with engine.begin() as connection:
-            backlog = look(connection)
+        backlog = look(engine)
         changes = _partition_changes(
             set(context.instance.get_dynamic_partitions("tenants")), {entry.tenant.name for entry in backlog.tenants}
         )
@@ -185,12 +194,15 @@ class TrainingPipeline:
             unreachable = self._unreachable(backlog)
             if unreachable is not None:
                 return dg.SensorResult(skip_reason=unreachable, dynamic_partitions_requests=changes)
-            in_flight = _tenants_in_flight(context.instance)
+            in_flight = _tenants_in_flight(context.instance, believe_for=self._longest_run())
             due = [entry for entry in due if entry.tenant.name not in in_flight]
         if not due:
             return dg.SensorResult(skip_reason=standings(backlog), dynamic_partitions_requests=changes)
         requests = _deal([entry.tenant.name for entry in due], self.settings.runs_per_tick)
         return dg.SensorResult(run_requests=requests, dynamic_partitions_requests=changes)
+
+    def _longest_run(self) -> timedelta:
+        return _START_TIMEOUT + timedelta(seconds=self.settings.budget_seconds + self.settings.lease_seconds)
 
     def _unreachable(self, backlog: Backlog) -> str | None:
         sink = self.make_sink()
@@ -205,22 +217,27 @@ class TrainingPipeline:
         return self._nothing(backlog, f"{sink.target} unreachable since {known.since:%H:%M:%S} UTC ({known.detail})")
 
     def _nothing(self, backlog: Backlog, fact: str) -> str:
-        with self.database.engine.begin() as connection:
-            count = count_waiting(connection, backlog.waiting)
+        count = count_waiting(self.database.engine, backlog.waiting)
         return f"{fact}; {count} wait" if count.rows else f"{fact}; no rows wait"
 
 
-def _tenants_in_flight(instance: dg.DagsterInstance) -> set[str]:
+def _tenants_in_flight(instance: dg.DagsterInstance, *, believe_for: timedelta) -> set[str]:
     """Tenants that a queued or running flush already covers.
 
-    Only to spare runs: what keeps two runs off one tenant is its lease.
+    Only to spare runs: what keeps two runs off one tenant is its lease. A run that is said to
+    be running is believed for a while; after that its process may be gone unnoticed, and
+    waiting for it would starve the tenant.
     """
+    young = datetime.now(UTC) - believe_for
     tenants: set[str] = set()
-    for run in instance.get_runs(RunsFilter(job_name="tenant_flush", statuses=_IN_PROGRESS)):
-        tenants.update(filter(None, [run.tags.get(TENANT_TAG)]))
-    for run in instance.get_runs(RunsFilter(job_name="fleet_flush", statuses=_IN_PROGRESS)):
-        config: Any = run.run_config
-        tenants.update(config.get("ops", {}).get("flush_fleet", {}).get("config", {}).get("tenants", []))
+    for job_name in ("tenant_flush", "fleet_flush"):
+        for run in (
+            *instance.get_runs(RunsFilter(job_name=job_name, statuses=_QUEUED)),
+            *instance.get_runs(RunsFilter(job_name=job_name, statuses=_RUNNING, created_after=young)),
+        ):
+            config: Any = run.run_config
+            tenants.update(filter(None, [run.tags.get(TENANT_TAG)]))
+            tenants.update(config.get("ops", {}).get("flush_fleet", {}).get("config", {}).get("tenants", []))
     return tenants
 
 
@@ -287,8 +304,8 @@ def _metadata(report: FlushReport, run_id: str) -> dict[str, Any]:
                 "rows": entry.rows,
                 "batches": entry.batches,
                 "rejected": entry.dead_letters,
-                "first id": entry.first_id or 0,
-                "last id": entry.last_id or 0,
+                "first id": "" if entry.first_id is None else str(entry.first_id),
+                "last id": "" if entry.last_id is None else str(entry.last_id),
                 "seconds": round(entry.seconds, 3),
             }
         )

@@ -26,7 +26,8 @@ def standings(backlog: Backlog) -> str:
             first = min(entry.next_attempt_at for entry in backing_off if entry.next_attempt_at is not None)
             facts.append(f"{len(backing_off):,} back off, the first until {first:%H:%M:%S} UTC")
             facts += _refusals(backing_off)
-    facts += _counted(len(broken), "without their schema or table")
+    facts += _counted(len(broken), "without their schema or a table in it")
+    facts += _counted(len(backlog.standing(Standing.UNREADABLE)), "locked or not readable")
     return "; ".join(facts)
 
 

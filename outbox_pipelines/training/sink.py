@@ -55,15 +55,29 @@ class Health:
     """A fact for people, without secrets."""
 
 
-class BatchRefused(OutboxError):
+class SinkError(OutboxError):
+    """The destination did not judge a batch.
+
+    Args:
+        told: a line for logs and for Dagster: what happened and what to do, in our words.
+        details: the destination's own words. It may have put a payload into them, so they go
+            into the database only, where the payload is.
+    """
+
+    def __init__(self, told: str, details: str = "") -> None:
+        super().__init__(f"{told}: {details}" if details else told)
+        self.told = told
+
+
+class BatchRefused(SinkError):
     """Some row of the batch is bad, and the destination did not say which."""
 
 
-class ServiceUnwell(OutboxError):
+class ServiceUnwell(SinkError):
     """The destination cannot take rows now; they stay, and somebody comes back later."""
 
 
-class Misconfigured(OutboxError):
+class Misconfigured(SinkError):
     """The destination refuses us, not our rows: a person must change a setting."""
 
 

@@ -180,7 +180,7 @@ def test_a_failed_delivery_is_a_failed_run_whose_error_says_what_whose_and_what_
         if event["__typename"] == "ExecutionStepFailureEvent"
     ]
     assert "tenant failing: rows stay:" in message
-    assert "UNAVAILABLE: resting; next attempt in" in message
+    assert "answered UNAVAILABLE; next attempt in" in message
     assert waiting_ids(engine, tenant) == [1, 2, 3]
 
 

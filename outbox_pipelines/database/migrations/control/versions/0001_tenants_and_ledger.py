@@ -22,6 +22,7 @@ def upgrade() -> None:
             next_attempt_at  timestamptz,
             problem          text CHECK (problem IN ('unwell', 'misconfigured', 'broken')),
             last_error       text,
+            last_error_details text,
             created_at       timestamptz NOT NULL DEFAULT now(),
             CHECK ((lease_token IS NULL) = (lease_expires_at IS NULL))
         ) WITH (fillfactor = 50)
