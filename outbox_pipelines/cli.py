@@ -359,18 +359,13 @@ def _plain(value: object) -> object:
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], empty: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
+    """Columns as wide as they need: a schema's name is there to be copied."""
     if not rows:
         typer.echo(empty)
         return
-    table = Table(*head, box=None, pad_edge=False)
-    for row in rows:
-        # Text, not markup: brackets in a tenant's name or an error are printed as they are.
-        table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+    widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _time(instant: datetime) -> str:

@@ -1,0 +1,201 @@
+"""The command line as scripts and people meet it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Engine
+
+from outbox_pipelines import __version__
+from outbox_pipelines.settings import Settings
+from tests.outboxes import dead_letters, enqueue, flush, ledger_ids, new_tenant, waiting_ids
+from tests.scripted_service import ScriptedService, accept
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+# Ends with 9 when a command has imported what it should not have.
+_WITHOUT_DAGSTER = """
+import sys
+from outbox_pipelines.cli import main
+try:
+    main()
+except SystemExit as end:
+    foreign = sorted(name for name in sys.modules if name.split(".")[0] in {"dagster", "pandas", "river"})
+    sys.exit(9 if foreign else end.code)
+"""
+
+
+@pytest.fixture
+def outbox(settings: Settings, tmp_path: Path) -> Run:
+    """Run ``outbox`` with the test's database and service, and see that it does not import Dagster."""
+    assert settings.database_url is not None
+
+    def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, "-c", _WITHOUT_DAGSTER, *arguments],
+            env={
+                **os.environ,
+                "OUTBOX_DATABASE_URL": settings.database_url.get_secret_value(),  # type: ignore[union-attr]
+                "OUTBOX_ML_TARGET": settings.ml_target,
+                "OUTBOX_HOME": str(tmp_path / "home"),
+                "COLUMNS": "200",
+                **environment,
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    return run
+
+
+def succeeded(done: "subprocess.CompletedProcess[str]") -> str:
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refused(done: "subprocess.CompletedProcess[str]", code: int = 1) -> str:
+    """The one line on standard error, without a traceback."""
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+COMMANDS = [
+    ("migrate",),
+    ("tenants", "add"),
+    ("tenants", "list"),
+    ("tenants", "pause"),
+    ("tenants", "resume"),
+    ("tenants", "remove"),
+    ("flush",),
+    ("audit",),
+    ("ml-service",),
+    ("dev",),
+    ("demo",),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_help_with_an_example(outbox: Run, command: tuple[str, ...]) -> None:
+    told = succeeded(outbox(*command, "--help"))
+    assert f"$ outbox {' '.join(command)}" in told or f"outbox {' '.join(command)}" in told.split("Example:")[1]
+
+
+def test_the_version_is_told(outbox: Run) -> None:
+    assert succeeded(outbox("--version")).strip() == __version__
+
+
+def test_a_tenants_life(outbox: Run, engine: Engine) -> None:
+    added = json.loads(succeeded(outbox("tenants", "add", "acme", "--schema", 'tenant_x"y', "--json")))
+    assert added["name"] == "acme"
+    assert added["schema"] == 'tenant_x"y'
+    assert "acme" in succeeded(outbox("tenants", "list"))
+    succeeded(outbox("tenants", "pause", "acme"))
+    (listed,) = json.loads(succeeded(outbox("tenants", "list", "--json")))
+    assert (listed["tenant"]["paused"], listed["standing"]) == (True, "empty")
+    succeeded(outbox("tenants", "resume", "acme"))
+    succeeded(outbox("tenants", "remove", "acme", "--drop-schema"))
+    assert "no tenant; see `outbox tenants add`" in succeeded(outbox("tenants", "list"))
+
+
+def test_a_flush_delivers_and_an_audit_tells_who_did(
+    outbox: Run, engine: Engine, settings: Settings, service: ScriptedService
+) -> None:
+    tenant = new_tenant(engine, rows=12)
+    assert json.loads(succeeded(outbox("flush", "--all", "--dry-run", "--json"))) == {"acme": 12}
+    report = json.loads(succeeded(outbox("flush", "--tenant", "acme", "--json")))
+    assert report["tenants"][0]["rows"] == 12
+    assert waiting_ids(engine, tenant) == []
+    history = json.loads(succeeded(outbox("audit", "--tenant", "acme", "--row", "11", "--json")))
+    (delivery,) = history["deliveries"]
+    assert history["fate"] == "delivered"
+    assert (delivery["rows"], delivery["first_id"], delivery["last_id"]) == (2, 11, 12)
+    assert delivery["run_id"].startswith("flush-")
+    assert f"by run {delivery['run_id']}" in succeeded(outbox("audit", "--tenant", "acme", "--row", "12"))
+
+
+def test_an_audit_tells_dead_waiting_and_unknown_rows(
+    outbox: Run, engine: Engine, settings: Settings, service: ScriptedService
+) -> None:
+    tenant = new_tenant(engine, rows=2)
+
+    def reject_first(request: object, context: object) -> object:
+        response = accept(request, context)  # type: ignore[arg-type]
+        response.accepted.remove(1)
+        response.rejected.add(id=1, reason="no label")
+        return response
+
+    service.answer = reject_first  # type: ignore[assignment]
+    flush(engine, settings, tenant)
+    enqueue(engine, tenant, [{"n": 3}])
+    assert (dead_letters(engine, tenant), ledger_ids(engine, tenant)) == ({1: "no label"}, [2])
+    assert "dead letter" in succeeded(outbox("audit", "--tenant", "acme", "--row", "1"))
+    assert "no label" in succeeded(outbox("audit", "--tenant", "acme", "--row", "1"))
+    assert "waiting" in succeeded(outbox("audit", "--tenant", "acme", "--row", "3"))
+    unknown = outbox("audit", "--tenant", "acme", "--row", "99")
+    assert (unknown.returncode, "unknown" in unknown.stdout) == (1, True)
+
+
+def test_a_flush_that_failed_exits_with_1_and_keeps_the_rows(
+    outbox: Run, engine: Engine, service: ScriptedService
+) -> None:
+    import grpc
+
+    tenant = new_tenant(engine, rows=1)
+    service.answer = lambda _request, context: context.abort(grpc.StatusCode.INTERNAL, "")  # type: ignore[return-value]
+    done = outbox("flush", "--all")
+    assert (done.returncode, "answered INTERNAL; next attempt in" in done.stdout) == (1, True)
+    assert waiting_ids(engine, tenant) == [1]
+
+
+def test_a_flush_to_a_service_that_is_not_there_touches_no_row(outbox: Run, engine: Engine) -> None:
+    tenant = new_tenant(engine, rows=1)
+    told = refused(outbox("flush", "--all", OUTBOX_ML_TARGET="127.0.0.1:1"))
+    assert "error: ml-service 127.0.0.1:1 is unreachable (UNAVAILABLE" in told
+    assert waiting_ids(engine, tenant) == [1]
+
+
+def test_mistakes_get_a_line_that_says_what_and_the_remedy(outbox: Run, empty_database_url: str) -> None:
+    assert "no tenant 'nobody' is registered: see `outbox tenants list`" in refused(
+        outbox("flush", "--tenant", "nobody")
+    )
+    assert "run `outbox migrate`" in refused(outbox("tenants", "list", OUTBOX_DATABASE_URL=empty_database_url))
+    assert "begins with 'mysql'" in refused(outbox("tenants", "list", OUTBOX_DATABASE_URL="mysql://a:secret@b/c"))
+    unreachable = refused(outbox("tenants", "list", OUTBOX_DATABASE_URL="postgresql://u:secret@127.0.0.1:1/db"))
+    assert "cannot connect to database 'db' on 127.0.0.1:1" in unreachable
+    assert "secret" not in unreachable
+    assert "OUTBOX_BATCH_SIZE='0'" in refused(outbox("tenants", "list", OUTBOX_BATCH_SIZE="0"))
+    assert "cannot be called 'pg_x'" in refused(outbox("tenants", "add", "x", "--schema", "pg_x"))
+    assert "name tenants with --tenant, or give --all" in refused(outbox("flush"), code=2)
+
+
+def test_a_mistyped_ml_service_is_told_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "outbox_pipelines.cli",
+            "ml-service",
+            "--port",
+            "0",
+            "--state-dir",
+            str(tmp_path / "file"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "error: " in refused(done)
+
+
+def test_the_package_is_lazy() -> None:
+    code = "import sys, outbox_pipelines; sys.exit(any(n in sys.modules for n in ('dagster', 'sqlalchemy', 'grpc')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
