@@ -95,17 +95,16 @@ def test_a_lease_is_refused_until_it_ends_and_taken_over_afterwards(engine: Engi
     assert row(engine).lease_holder == "second"
 
 
-def test_a_claim_that_waited_until_the_lease_ended_is_granted(engine: Engine) -> None:
+def test_a_claim_that_waited_until_the_other_lease_ended_is_granted(engine: Engine) -> None:
     make_things(engine, 1)
-    take(engine, holder="first")
     with ThreadPoolExecutor(1) as threads:
         with engine.begin() as connection:
-            connection.exec_driver_sql("UPDATE things SET lease_expires_at = clock_timestamp() + interval '0.3 s'")
+            claim(connection, THINGS, 1, holder="first", seconds=0.3)
             asked = threads.submit(ask_for, engine, 1, holder="second")
             wait_until(lambda: waiting_for_locks(engine) == 1)
             ended = text("SELECT lease_expires_at <= clock_timestamp() FROM things")
             wait_until(lambda: connection.execute(ended).scalar_one())
-        # By the clock at its transaction's start the lease still ran.
+        # By the clock at the start of its transaction the first lease still ran.
         assert isinstance(asked.result(), Lease)
 
 
