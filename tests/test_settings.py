@@ -37,6 +37,7 @@ def refusal(**overrides: object) -> str:
         ("OUTBOX_TRAIN_MODE", "both", "'remote' or 'local'"),
         ("OUTBOX_DATABASE_POOLER", "session", "'none' or 'transaction'"),
         ("OUTBOX_ML_TLS", "perhaps", "valid boolean"),
+        ("OUTBOX_OWNER", "nobody in particular", "team"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_told_with_its_variable_and_what_is_allowed(
@@ -70,6 +71,13 @@ def test_a_secrets_value_is_hidden(name: str) -> None:
     told = refusal(**{name: ["hunter2"]})
     assert f"OUTBOX_{name.upper()}=(hidden): Input should be a valid string" in told
     assert "hunter2" not in told
+
+
+@pytest.mark.parametrize("token", ["hunter2\n", "hunter 2", "hunter2é", "hunter2\x7f"])
+def test_a_token_that_cannot_travel_is_refused_without_being_shown(token: str) -> None:
+    told = refusal(ml_token=token)
+    assert "OUTBOX_ML_TOKEN=(hidden): a token is printable ASCII" in told
+    assert "hunter" not in told
 
 
 def test_secrets_are_not_shown_with_the_settings() -> None:

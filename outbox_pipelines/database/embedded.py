@@ -17,13 +17,13 @@ import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypedDict
 
 from sqlalchemy import URL
 
@@ -31,6 +31,10 @@ from outbox_pipelines.errors import OutboxError
 
 SUPERUSER = "postgres"
 _SERVER_ACCOUNT = "outbox-postgres"
+_CHANGE_ACCOUNT = (
+    "import os, sys; uid, gid, *command = sys.argv[1:]; "
+    "os.setgroups([]); os.setgid(int(gid)); os.setuid(int(uid)); os.execv(command[0], command)"
+)
 _ROOT_STATE = Path("/var/lib/outbox-pipelines")
 _SOCKET_FILE = ".s.PGSQL.5432"
 _SOCKET_PATH_LIMIT = 107
@@ -163,7 +167,7 @@ class EmbeddedServer:
 
     def _is_running(self) -> bool:
         status = self._command("pg_ctl", "-D", str(self._root / "data"), "status")
-        return subprocess.run(status, **self._as_account(), capture_output=True, check=False).returncode == 0
+        return subprocess.run(status, cwd="/", capture_output=True, check=False).returncode == 0
 
     # Locks
 
@@ -229,13 +233,13 @@ class EmbeddedServer:
 
     # Commands
 
-    def _command(self, program: str, *arguments: str) -> Sequence[str]:
-        return [str(self._binaries / program), *arguments]
-
-    def _as_account(self) -> "_PopenAccount":
+    def _command(self, program: str, *arguments: str) -> list[str]:
+        command = [str(self._binaries / program), *arguments]
         if self._account is None:
-            return {"cwd": "/"}
-        return {"cwd": "/", "user": self._account.uid, "group": self._account.gid, "extra_groups": []}
+            return command
+        # Not Popen's own way of changing the user, which forks: in a process that runs gRPC (Dagster's
+        # code server does) the child can crash in gRPC's fork handlers. An interpreter in between does it.
+        return [sys.executable, "-ISc", _CHANGE_ACCOUNT, str(self._account.uid), str(self._account.gid), *command]
 
     def _run(self, program: str, *arguments: str) -> str:
         # Output goes to a file: a pipe would stay open in the server that pg_ctl leaves behind.
@@ -248,7 +252,7 @@ class EmbeddedServer:
                 check=False,
                 # Its own session: a terminal's Ctrl-C is for the command, not for the server.
                 start_new_session=True,
-                **self._as_account(),
+                cwd="/",
             )
             output.seek(0)
             text = output.read().strip()
@@ -261,13 +265,6 @@ class EmbeddedServer:
 class _Account:
     uid: int
     gid: int
-
-
-class _PopenAccount(TypedDict, total=False):
-    cwd: str
-    user: int
-    group: int
-    extra_groups: list[int]
 
 
 def _find_binaries() -> Path:

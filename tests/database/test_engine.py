@@ -100,14 +100,22 @@ def test_a_lock_that_does_not_come_ends_the_statement(
             second.execute(lock)
 
 
-@pytest.mark.parametrize("pooler", Pooler)
-def test_nothing_is_prepared_in_the_session(make_settings: MakeSettings, database_url: str, pooler: Pooler) -> None:
+@pytest.mark.parametrize(("pooler", "prepared"), [(Pooler.NONE, True), (Pooler.TRANSACTION, False)])
+def test_behind_a_pooler_nothing_is_prepared_in_the_session(
+    make_settings: MakeSettings, database_url: str, pooler: Pooler, prepared: bool
+) -> None:
     settings = make_settings(database_pooler=pooler)
     with opened(settings, database_url) as engine, engine.connect() as connection:
         for number in range(10):
             assert connection.execute(text("SELECT :number"), {"number": number}).scalar_one() == number
-        prepared = connection.exec_driver_sql("SELECT count(*) FROM pg_prepared_statements WHERE NOT from_sql")
-        assert prepared.scalar_one() == 0
+        count = connection.exec_driver_sql("SELECT count(*) FROM pg_prepared_statements WHERE NOT from_sql")
+        assert bool(count.scalar_one()) is prepared
+
+
+def test_an_error_does_not_tell_the_parameters(engine: Engine) -> None:
+    with engine.connect() as connection, pytest.raises(ProgrammingError) as raised:
+        connection.execute(text("SELECT :secret FROM not_there"), {"secret": "hunter2"})
+    assert "hunter2" not in f"{raised.value} {raised.value!r} {raised.value.orig}"
 
 
 def test_a_server_that_is_away_is_told_with_its_address_and_without_the_password() -> None:

@@ -11,7 +11,14 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import ProgrammingError
 
 from outbox_pipelines.database.engine import open_engine
-from outbox_pipelines.database.migrate import DatabaseNewer, NotMigrated, migrate, migrate_tenant, require_migrated
+from outbox_pipelines.database.migrate import (
+    DatabaseNewer,
+    NotMigrated,
+    TenantsNotMigrated,
+    migrate,
+    migrate_tenant,
+    require_migrated,
+)
 from outbox_pipelines.database.quoting import driver_identifier
 from outbox_pipelines.settings import load_settings
 from outbox_pipelines.tenants.registry import add_tenant
@@ -164,15 +171,15 @@ def test_a_newer_database_is_refused_and_nothing_is_changed(engine: Engine) -> N
         assert connection.execute(text("SELECT version_num FROM outbox.schema_version")).scalars().all() == ["9999"]
 
 
-def test_a_tenant_of_a_newer_version_is_refused_by_its_schemas_name_and_left_alone(engine: Engine) -> None:
+def test_a_tenant_of_a_newer_version_is_told_by_its_schemas_name_and_left_alone(engine: Engine) -> None:
     tenant = new_tenant(engine, schema="tenant_A", rows=3)
+    register_unmigrated(engine, "tenant_0", "tenant_z")
     set_version(engine, '"tenant_A".ml_outbox_version', "9999")
-    before = tables(engine)
-    with pytest.raises(DatabaseNewer, match=r"schema 'tenant_A' .* is at version 9999"):
+    with pytest.raises(TenantsNotMigrated, match=r"1 of 3 tenants .*\n.*schema 'tenant_A' .* is at version 9999"):
         migrate(engine)
     with pytest.raises(DatabaseNewer), engine.begin() as connection:
         migrate_tenant(connection, tenant.schema)
-    assert tables(engine) == before
+    assert tables(engine) == {"outbox": 4, "tenant_A": 3, "tenant_0": 3, "tenant_z": 3}
     with engine.connect() as connection:
         assert connection.execute(text('SELECT version_num FROM "tenant_A".ml_outbox_version')).scalar_one() == "9999"
         assert connection.execute(text('SELECT count(*) FROM "tenant_A".ml_outbox')).scalar_one() == 3
@@ -209,13 +216,21 @@ def test_a_migration_that_fails_half_way_leaves_nothing(empty: Engine) -> None:
     assert migrate(empty) == 1
 
 
-def test_an_unmended_migration_of_one_tenant_keeps_those_before_it(engine: Engine) -> None:
-    register_unmigrated(engine, "tenant_a", "tenant_b")
+def test_a_tenant_that_cannot_be_migrated_is_told_and_stops_nobody(engine: Engine) -> None:
+    register_unmigrated(engine, "tenant_a", "tenant_b", "tenant_c")
     with engine.begin() as connection:
         connection.exec_driver_sql("CREATE TABLE tenant_b.ml_outbox_dead (in_the_way text)")
-    with pytest.raises(ProgrammingError, match="already exists"):
+    with pytest.raises(TenantsNotMigrated, match=r'1 of 3 tenants .*\n  tenant_b: relation "ml_outbox_dead" already'):
         migrate(engine)
-    assert tables(engine) == {"outbox": 4, "tenant_a": 3, "tenant_b": 1}
+    assert tables(engine) == {"outbox": 4, "tenant_a": 3, "tenant_b": 1, "tenant_c": 3}
+
+
+def test_waiting_for_a_migration_leaves_the_callers_timeouts_as_they_were(engine: Engine) -> None:
+    with engine.begin() as connection:
+        before = [connection.exec_driver_sql(f"SHOW {name}_timeout").scalar_one() for name in ("lock", "statement")]
+        add_tenant(connection, "acme")
+        after = [connection.exec_driver_sql(f"SHOW {name}_timeout").scalar_one() for name in ("lock", "statement")]
+    assert after == before
 
 
 def test_a_tenants_schema_goes_with_the_callers_transaction(engine: Engine) -> None:

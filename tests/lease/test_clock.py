@@ -2,7 +2,7 @@
 
 import datetime as datetime_module
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from uuid import uuid4
 
 import pytest
@@ -25,28 +25,32 @@ SetClock = Callable[[float], None]
 
 
 @pytest.fixture
-def set_clock(monkeypatch: pytest.MonkeyPatch) -> SetClock:
-    """Sets this process's wall clock off by some seconds."""
+def set_clock(engine: Engine) -> Iterator[SetClock]:
+    """Sets this process's wall clock off by some seconds, once the other fixtures are there and until they go."""
     true_time, true_datetime = time.time, datetime_module.datetime
 
-    def set_off(seconds: float) -> None:
-        class WrongDatetime(true_datetime):  # type: ignore[valid-type,misc]
-            @classmethod
-            def now(cls, tz: datetime_module.tzinfo | None = None) -> datetime_module.datetime:
-                return true_datetime.now(tz) + datetime_module.timedelta(seconds=seconds)
+    with pytest.MonkeyPatch.context() as patch:
 
-        monkeypatch.setattr(time, "time", lambda: true_time() + seconds)
-        monkeypatch.setattr(datetime_module, "datetime", WrongDatetime)
+        def set_off(seconds: float) -> None:
+            class WrongDatetime(true_datetime):  # type: ignore[valid-type,misc]
+                @classmethod
+                def now(cls, tz: datetime_module.tzinfo | None = None) -> datetime_module.datetime:
+                    return true_datetime.now(tz) + datetime_module.timedelta(seconds=seconds)
 
-    return set_off
+            patch.setattr(time, "time", lambda: true_time() + seconds)
+            patch.setattr(datetime_module, "datetime", WrongDatetime)
+
+        yield set_off
 
 
 @pytest.fixture(params=[TEN_MINUTES, -TEN_MINUTES])
-def wrong_clock(set_clock: SetClock, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def wrong_clock(set_clock: SetClock, request: pytest.FixtureRequest) -> Iterator[None]:
     """All clocks of this process are ten minutes off."""
     true_monotonic = time.monotonic
     set_clock(request.param)
-    monkeypatch.setattr(time, "monotonic", lambda: true_monotonic() + request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: true_monotonic() + request.param)
+        yield
 
 
 class AcceptingSink:
@@ -85,7 +89,7 @@ def test_no_lease_is_taken_early_or_held_too_long(engine: Engine) -> None:
     let_expire(engine, in_seconds=10)
     assert isinstance(ask_for(engine, holder="second", seconds=60), Refused)
     with engine.begin() as connection:
-        assert renew(connection, [lease]) == []
+        assert renew(connection, [lease]).renewed == {lease}
     assert 50 < row(engine).seconds_left <= 60
     let_expire(engine)
     assert isinstance(ask_for(engine, holder="second", seconds=60), Lease)
@@ -96,10 +100,11 @@ def test_a_heartbeat_reports_no_loss_because_of_the_clock(engine: Engine) -> Non
     make_things(engine, 1)
     lease, losses = take(engine, seconds=60), []
     heartbeat = Heartbeat(engine, lease_seconds=60)
-    heartbeat.hold(lease, lambda: losses.append(lease))
+    heartbeat.hold(lease, lambda: losses.append(lease), asked_at=time.monotonic())
     let_expire(engine, in_seconds=1)
     heartbeat.beat()
     assert losses == []
+    assert heartbeat.is_sure(lease)
     assert row(engine).seconds_left > 50
 
 
@@ -109,13 +114,13 @@ def test_a_backoff_ends_by_the_databases_clock(engine: Engine) -> None:
     with engine.begin() as connection:
         claimed = outbox.claim_tenant(connection, tenant, holder="run", seconds=60, token=uuid4())
         assert isinstance(claimed, outbox.ClaimedTenant)
-        assert look(connection).tenants[0].standing is Standing.LEASED
-        outbox.release_failed(
-            connection, claimed.lease, failures=1, problem=Problem.UNWELL, error="no", retry_in_seconds=60
-        )
-        assert look(connection).tenants[0].standing is Standing.BACKING_OFF
+    assert look(engine).tenants[0].standing is Standing.LEASED
+    with engine.begin() as connection:
+        outbox.release_failed(connection, claimed.lease, outbox.Failure(Problem.UNWELL, "no", "no", 1, 60))
+    assert look(engine).tenants[0].standing is Standing.BACKING_OFF
+    with engine.begin() as connection:
         connection.execute(text("UPDATE outbox.tenants SET next_attempt_at = clock_timestamp() - interval '1 s'"))
-        assert look(connection).tenants[0].standing is Standing.DUE
+    assert look(engine).tenants[0].standing is Standing.DUE
 
 
 @pytest.mark.usefixtures("wrong_clock")

@@ -6,11 +6,14 @@ from uuid import uuid4
 
 import pytest
 from sqlalchemy import Engine, text
+from sqlalchemy.exc import ProgrammingError
 
 from outbox_pipelines.lease.lease import (
     Lease,
+    LeasedTable,
     LeaseLost,
     Refused,
+    Renewal,
     claim,
     fence,
     fence_parameters,
@@ -118,14 +121,12 @@ def test_a_claim_is_repeatable_with_the_same_token(engine: Engine) -> None:
     assert isinstance(ask_for(engine), Refused)
 
 
-@pytest.mark.parametrize(("rest", "expected"), [(0.5, 1.0), (20, 20), (60, 60), (3600, 60)])
+@pytest.mark.parametrize(("rest", "expected"), [(0.9, 1.0), (20, 20), (60, 60), (3600, 60)])
 def test_who_is_refused_is_told_to_come_back_after_the_rest_of_the_lease_between_1_s_and_one_lease(
     engine: Engine, rest: float, expected: float
 ) -> None:
     make_things(engine, 1)
     take(engine, holder="first")
-    with engine.begin() as connection:
-        connection.exec_driver_sql("SELECT FROM things FOR UPDATE")
     let_expire(engine, in_seconds=rest)
     refused = ask_for(engine, holder="second", seconds=60)
     assert isinstance(refused, Refused)
@@ -142,7 +143,6 @@ def test_a_row_that_is_not_eligible_or_not_there_is_refused_without_a_holder(eng
     assert token(engine) is None
 
 
-@pytest.mark.xfail(reason="a lease that ended long ago is told as its holder's (lease.py:_refusal)")
 def test_a_row_that_is_not_eligible_is_not_said_to_be_held_by_a_lease_that_ended(engine: Engine) -> None:
     make_things(engine, 1)
     take(engine, holder="died last week")
@@ -160,7 +160,7 @@ def test_a_stale_holder_can_neither_renew_nor_release_nor_write(engine: Engine) 
     second = take(engine, holder="same host")
     before = row(engine)
     with engine.begin() as connection:
-        assert renew(connection, [stale]) == [stale]
+        assert renew(connection, [stale]) == Renewal(renewed=set(), lost={stale})
         with pytest.raises(LeaseLost, match=r"the lease on public\.things 1 is no longer ours.*nothing was written"):
             release(connection, stale, also_set="work = 'stale'")
     assert fenced_write(engine, stale) == 0
@@ -192,7 +192,7 @@ def test_a_lease_that_ended_but_was_not_taken_is_kept_by_renewing(engine: Engine
     lease = take(engine)
     let_expire(engine)
     with engine.begin() as connection:
-        assert renew(connection, [lease]) == []
+        assert renew(connection, [lease]) == Renewal(renewed={lease}, lost=set())
     assert isinstance(ask_for(engine, holder="second"), Refused)
 
 
@@ -204,11 +204,37 @@ def test_renewing_extends_each_by_its_own_length_and_names_those_that_are_lost(e
     take(engine, 2)
     with engine.begin() as connection:
         release(connection, freed)
-        assert renew(connection, [short, stolen, freed, long]) == [stolen, freed]
-        assert renew(connection, []) == []
+        assert renew(connection, [short, stolen, freed, long]) == Renewal({short, long}, {stolen, freed})
+        assert renew(connection, []) == Renewal(set(), set())
     assert 20 < row(engine, 1).seconds_left <= 30
     assert 590 < row(engine, 2**40).seconds_left <= 600
     assert token(engine, 3) is None
+
+
+def test_renewing_skips_a_row_that_somebody_has_locked_without_calling_it_lost(engine: Engine) -> None:
+    make_things(engine, 1, 2, 3)
+    free, locked, stolen = (take(engine, key) for key in (1, 2, 3))
+    let_expire(engine)
+    take(engine, 3)
+    with engine.begin() as other:
+        other.exec_driver_sql("SELECT FROM things WHERE id IN (2, 3) FOR UPDATE")
+        with engine.begin() as connection:
+            assert renew(connection, [free, locked, stolen]) == Renewal({free}, {stolen})
+    with engine.begin() as connection:
+        assert renew(connection, [locked]) == Renewal({locked}, set())
+
+
+@pytest.mark.xfail(reason="unnest(unknown) is ambiguous for keys of text (lease.py:renew)", raises=ProgrammingError)
+def test_keys_of_text_are_renewed_too(engine: Engine) -> None:
+    table = LeasedTable("public.named", "name")
+    with engine.begin() as connection:
+        connection.exec_driver_sql(
+            "CREATE TABLE named (name text, lease_token uuid, lease_expires_at timestamptz, lease_holder text)"
+        )
+        connection.exec_driver_sql("INSERT INTO named (name) VALUES ('a')")
+        claimed = claim(connection, table, "a", holder="me", seconds=60)
+        assert not isinstance(claimed, Refused)
+        assert renew(connection, [claimed[0]]).renewed == {claimed[0]}
 
 
 def test_a_token_is_of_one_row_only(engine: Engine) -> None:
@@ -216,7 +242,7 @@ def test_a_token_is_of_one_row_only(engine: Engine) -> None:
     one, other = take(engine, 1), take(engine, 2)
     crossed = Lease(THINGS, 1, other.token, 60)
     with engine.begin() as connection:
-        assert renew(connection, [crossed]) == [crossed]
+        assert renew(connection, [crossed]).renewed == set()
         with pytest.raises(LeaseLost):
             release(connection, crossed)
     assert (token(engine, 1), token(engine, 2)) == (one.token, other.token)
@@ -239,7 +265,7 @@ def test_a_row_that_was_removed_is_lost(engine: Engine) -> None:
     lease = take(engine)
     with engine.begin() as connection:
         connection.exec_driver_sql("DELETE FROM things")
-        assert renew(connection, [lease]) == [lease]
+        assert renew(connection, [lease]) == Renewal(set(), {lease})
         with pytest.raises(LeaseLost, match="or the row was removed"):
             release(connection, lease)
     assert "public.things 1" in str(lost(lease))
@@ -265,7 +291,7 @@ def test_many_claims_renewals_and_releases_at_once_never_let_two_in(engine: Engi
         assert inside.acquire(blocking=False), "two hold the lease"
         entered.append(number)
         with engine.begin() as connection:
-            assert renew(connection, [lease]) == []
+            assert renew(connection, [lease]).lost == set()
         inside.release()
         with engine.begin() as connection:
             release(connection, lease)
@@ -297,11 +323,7 @@ def test_a_stale_run_settles_nothing_and_releases_nothing(engine: Engine) -> Non
         with pytest.raises(LeaseLost):
             outbox.release_well(connection, first.lease)
         with pytest.raises(LeaseLost):
-            outbox.release_unchanged(connection, first.lease)
-        with pytest.raises(LeaseLost):
-            outbox.release_failed(
-                connection, first.lease, failures=9, problem=Problem.UNWELL, error="no", retry_in_seconds=9
-            )
+            outbox.release_failed(connection, first.lease, outbox.Failure(Problem.UNWELL, "no", "no", 9, 9))
     assert waiting_ids(engine, tenant) == [1, 2, 3, 4]
     assert (ledger_ids(engine, tenant), dead_letters(engine, tenant)) == ([], {})
     found = status(engine, tenant)

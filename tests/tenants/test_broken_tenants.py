@@ -4,23 +4,18 @@ from collections.abc import Callable
 
 import pytest
 from sqlalchemy import Connection, Engine, event, text
-from sqlalchemy.exc import ProgrammingError
 
-from outbox_pipelines.database.migrate import migrate
 from outbox_pipelines.settings import Settings
-from outbox_pipelines.tenants.registry import Problem, Tenant
+from outbox_pipelines.tenants.registry import Problem, Tenant, add_tenant, remove_tenant
 from outbox_pipelines.training.backlog import Standing, count_waiting, look
 from outbox_pipelines.training.drain import Ending
 from tests.outboxes import flush, ledger_ids, new_tenant, status
-from tests.scripted_service import ScriptedService
-
-MakeSettings = Callable[..., Settings]
+from tests.scripted_service import ScriptedService, training_pb2
 
 
 def standings(engine: Engine) -> dict[str, Standing]:
-    """One look, committed."""
-    with engine.begin() as connection:
-        return {entry.tenant.name: entry.standing for entry in look(connection).tenants}
+    """What one look finds."""
+    return {entry.tenant.name: entry.standing for entry in look(engine).tenants}
 
 
 def run(engine: Engine, statement: str) -> None:
@@ -46,6 +41,10 @@ def drop_table(tenant: Tenant) -> str:
     return f'DROP TABLE "{tenant.schema}".ml_outbox'
 
 
+def drop_dead_letters(tenant: Tenant) -> str:
+    return f'DROP TABLE "{tenant.schema}".ml_outbox_dead'
+
+
 def hide_table(tenant: Tenant) -> str:
     return f'ALTER TABLE "{tenant.schema}".ml_outbox RENAME TO hidden'
 
@@ -54,7 +53,7 @@ def show_table(tenant: Tenant) -> str:
     return f'ALTER TABLE "{tenant.schema}".hidden RENAME TO ml_outbox'
 
 
-@pytest.mark.parametrize("damage", [drop_schema, drop_table])
+@pytest.mark.parametrize("damage", [drop_schema, drop_table, drop_dead_letters])
 def test_a_missing_schema_or_table_is_noted_once_with_its_reason_and_the_others_are_served(
     engine: Engine, settings: Settings, service: ScriptedService, damage: Callable[[Tenant], str]
 ) -> None:
@@ -65,7 +64,7 @@ def test_a_missing_schema_or_table_is_noted_once_with_its_reason_and_the_others_
     noted = status(engine, broken)
     assert noted.problem is Problem.BROKEN
     assert noted.failing_since is not None
-    assert f"schema {broken.schema} has no table ml_outbox" in (noted.last_error or "")
+    assert f"schema {broken.schema} or a table in it is missing" in (noted.last_error or "")
     written = row_version(engine, broken)
     others = [row_version(engine, tenant) for tenant in (full, empty)]
     for _ in range(3):
@@ -79,12 +78,11 @@ def test_a_missing_schema_or_table_is_noted_once_with_its_reason_and_the_others_
 def test_a_tenant_that_is_broken_is_not_due_and_not_counted(engine: Engine) -> None:
     broken, _ = new_tenant(engine, "broken", rows=1), new_tenant(engine, "other", rows=2)
     run(engine, hide_table(broken))
-    with engine.begin() as connection:
-        backlog = look(connection)
-        assert [entry.tenant.name for entry in backlog.due] == ["other"]
-        assert [entry.tenant.name for entry in backlog.waiting] == ["other"]
-        assert [entry.problem for entry in backlog.standing(Standing.BROKEN)] == [Problem.BROKEN]
-        assert str(count_waiting(connection, backlog.tenants)) == "2 rows of 1 tenant"
+    backlog = look(engine)
+    assert [entry.tenant.name for entry in backlog.due] == ["other"]
+    assert [entry.tenant.name for entry in backlog.waiting] == ["other"]
+    assert [entry.problem for entry in backlog.standing(Standing.BROKEN)] == [Problem.BROKEN]
+    assert str(count_waiting(engine, backlog.tenants)) == "2 rows of 1 tenant"
 
 
 def test_a_table_that_is_back_is_mended_at_the_next_look_and_due_at_once(engine: Engine, settings: Settings) -> None:
@@ -95,7 +93,8 @@ def test_a_table_that_is_back_is_mended_at_the_next_look_and_due_at_once(engine:
     assert standings(engine) == {"acme": Standing.BROKEN}
     assert status(engine, tenant).next_attempt_at is not None
     run(engine, show_table(tenant))
-    assert standings(engine) == {"acme": Standing.DUE}
+    (entry,) = look(engine).tenants
+    assert (entry.standing, entry.problem) == (Standing.DUE, None)
     mended = status(engine, tenant)
     assert (mended.problem, mended.failing_since, mended.next_attempt_at, mended.last_error) == (None,) * 4
     written = row_version(engine, tenant)
@@ -103,23 +102,29 @@ def test_a_table_that_is_back_is_mended_at_the_next_look_and_due_at_once(engine:
     assert row_version(engine, tenant) == written
 
 
+@pytest.mark.parametrize("damage", [drop_schema, drop_table, drop_dead_letters])
 def test_a_flush_that_finds_a_tenant_broken_fails_for_it_alone_and_starts_no_storm_of_runs(
-    engine: Engine, make_settings: MakeSettings, service: ScriptedService
+    engine: Engine, settings: Settings, service: ScriptedService, damage: Callable[[Tenant], str]
 ) -> None:
-    settings = make_settings(reexamine_broken_seconds=300)
-    broken, other = new_tenant(engine, "broken"), new_tenant(engine, "other", rows=1)
-    run(engine, drop_schema(broken))
+    broken, other = new_tenant(engine, "broken", rows=1), new_tenant(engine, "other", rows=1)
+    run(engine, damage(broken))
+    service.answer = lambda request, _context: training_pb2.TrainBatchResponse(
+        # Only a row that must be buried needs the table of dead letters.
+        rejected=[training_pb2.Rejection(id=1)] if request.tenant == str(broken.tenant_id) else []
+    )
     report = flush(engine, settings, broken, other)
     assert [entry.ending for entry in report.tenants] == [Ending.FAILED, Ending.EMPTIED]
-    assert "next attempt in 300 s" in report.tenants[0].detail
+    assert report.tenants[0].problem is Problem.BROKEN
+    found = status(engine, broken)
+    assert (found.problem, found.lease_holder, found.failure_count) == (Problem.BROKEN, None, 1)
     with engine.connect() as connection:
-        wait = text(
-            "SELECT extract(epoch FROM next_attempt_at - clock_timestamp()) FROM outbox.tenants WHERE name = :n"
+        wait = (
+            "SELECT extract(epoch FROM next_attempt_at - clock_timestamp()) FROM outbox.tenants WHERE name = 'broken'"
         )
-        assert 200 < connection.execute(wait, {"n": "broken"}).scalar_one() <= 300
-    # No look makes it due before its table is there: no storm of runs.
+        longest = settings.backoff_max_seconds
+        assert longest - 60 < connection.execute(text(wait)).scalar_one() <= longest
+    # No look makes it due before its tables are there: no storm of runs.
     assert standings(engine) == {"broken": Standing.BROKEN, "other": Standing.EMPTY}
-    assert len(service.calls) == 1
 
 
 @pytest.mark.parametrize("damage", [drop_schema, drop_table])
@@ -142,35 +147,75 @@ def test_a_schema_dropped_while_the_look_is_under_way_spoils_it_for_nobody(
 
 def test_a_schema_dropped_between_look_and_count_is_not_counted(engine: Engine) -> None:
     doomed, _ = new_tenant(engine, "doomed", rows=1), new_tenant(engine, "other", rows=2)
-    with engine.begin() as connection:
-        waiting = look(connection).waiting
+    waiting = look(engine).waiting
     run(engine, drop_schema(doomed))
-    with engine.begin() as connection:
-        assert count_waiting(connection, waiting).rows == 2
+    assert str(count_waiting(engine, waiting)) == "2 rows of 1 tenant"
 
 
-@pytest.mark.parametrize("damage", [drop_schema, drop_table])
-@pytest.mark.xfail(
-    reason="the recorded reason says `outbox migrate`, which skips a missing schema and believes the version of a "
-    "schema whose table is gone (backlog.py:_note_broken, drain.py:_diagnose)"
-)
+@pytest.mark.parametrize("damage", [drop_schema, drop_table, drop_dead_letters])
 def test_the_remedy_in_the_recorded_reason_is_one(engine: Engine, damage: Callable[[Tenant], str]) -> None:
     tenant = new_tenant(engine)
     run(engine, damage(tenant))
     standings(engine)
-    advised = "outbox migrate" in (status(engine, tenant).last_error or "")
-    migrate(engine)
-    mended = standings(engine) == {"acme": Standing.EMPTY}
-    assert mended or not advised
+    assert "`outbox tenants remove` and add it anew" in (status(engine, tenant).last_error or "")
+    with engine.begin() as connection:
+        remove_tenant(connection, tenant.name)
+        add_tenant(connection, tenant.name)
+    assert standings(engine) == {"acme": Standing.EMPTY}
 
 
 @pytest.mark.xfail(
-    reason="one tenant's odd table fails the statement for all (backlog.py:_of_existing)", raises=ProgrammingError
+    reason="the schema's noted version is believed, though the table is gone (migrate.py:migrate_tenant, _upgrade)"
 )
-def test_a_table_of_another_shape_spoils_the_look_for_nobody(engine: Engine) -> None:
+@pytest.mark.parametrize("damage", [drop_table, drop_dead_letters])
+def test_a_tenant_added_anew_in_the_same_schema_has_its_tables(engine: Engine, damage: Callable[[Tenant], str]) -> None:
+    tenant = new_tenant(engine, schema="shop")
+    run(engine, damage(tenant))
+    with engine.begin() as connection:
+        remove_tenant(connection, tenant.name)
+        add_tenant(connection, tenant.name, schema="shop")
+    assert standings(engine) == {"acme": Standing.EMPTY}
+
+
+def test_a_table_of_another_shape_is_told_and_spoils_the_look_for_nobody(engine: Engine) -> None:
     odd, _ = new_tenant(engine, "odd", rows=1), new_tenant(engine, "other", rows=1)
     run(engine, f'ALTER TABLE "{odd.schema}".ml_outbox RENAME COLUMN created_at TO made_at')
-    assert standings(engine)["other"] is Standing.DUE
+    assert standings(engine) == {"odd": Standing.UNREADABLE, "other": Standing.DUE}
+    told = {entry.tenant.name: entry.last_error for entry in look(engine).tenants}
+    assert told == {"odd": 'column "created_at" does not exist', "other": None}
+
+
+def test_a_table_that_somebody_has_locked_holds_up_nobody(engine: Engine) -> None:
+    locked, _ = new_tenant(engine, "locked", rows=1), new_tenant(engine, "other", rows=2)
+    with engine.begin() as connection:
+        connection.exec_driver_sql(f'LOCK TABLE "{locked.schema}".ml_outbox')
+        backlog = look(engine)
+        assert {entry.tenant.name: entry.standing for entry in backlog.tenants} == {
+            "locked": Standing.UNREADABLE,
+            "other": Standing.DUE,
+        }
+        assert str(count_waiting(engine, backlog.tenants)) == "at least 2 rows of 1 tenant"
+    assert standings(engine) == {"locked": Standing.DUE, "other": Standing.DUE}
+
+
+def test_a_schema_that_we_may_not_read_spoils_the_look_for_nobody(engine: Engine) -> None:
+    closed, opened = new_tenant(engine, "closed", rows=1), new_tenant(engine, "open", rows=1)
+    role = f'"reader of {engine.url.database}"'
+    run(engine, f"CREATE ROLE {role}")
+    run(engine, f"GRANT ALL ON SCHEMA outbox TO {role}; GRANT ALL ON ALL TABLES IN SCHEMA outbox TO {role}")
+    run(engine, f'GRANT USAGE ON SCHEMA "{opened.schema}" TO {role}')
+    run(engine, f'GRANT SELECT ON ALL TABLES IN SCHEMA "{opened.schema}" TO {role}')
+
+    def become_reader(connection: Connection) -> None:
+        connection.exec_driver_sql(f"SET LOCAL ROLE {role}")
+
+    event.listen(engine, "begin", become_reader)
+    try:
+        assert standings(engine) == {"closed": Standing.UNREADABLE, "open": Standing.DUE}
+        assert status(engine, closed).problem is None
+    finally:
+        event.remove(engine, "begin", become_reader)
+        run(engine, f"DROP OWNED BY {role}; DROP ROLE {role}")
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 500])
@@ -180,13 +225,7 @@ def test_many_tenants_are_asked_in_chunks_with_the_same_answer(
     monkeypatch.setattr("outbox_pipelines.training.backlog.CHUNK", chunk)
     tenants = [new_tenant(engine, f"t{number}", rows=number) for number in range(5)]
     run(engine, drop_schema(tenants[3]))
-    with engine.begin() as connection:
-        backlog = look(connection)
-        assert [entry.standing for entry in backlog.tenants] == [
-            Standing.EMPTY,
-            Standing.DUE,
-            Standing.DUE,
-            Standing.BROKEN,
-            Standing.DUE,
-        ]
-        assert str(count_waiting(connection, backlog.waiting)) == "7 rows of 3 tenants"
+    backlog = look(engine)
+    standing = ["empty", "due", "due", "broken", "due"]
+    assert [entry.standing for entry in backlog.tenants] == standing
+    assert str(count_waiting(engine, backlog.waiting)) == "7 rows of 3 tenants"
