@@ -63,7 +63,11 @@ class EmbeddedServer:
 
     @property
     def socket_folder(self) -> Path:
-        """Where the server's socket is; short and free of characters that need quoting."""
+        """Where the running server's socket is, which may have been started with another TMPDIR."""
+        return self._running_socket_folder() or self._own_socket_folder()
+
+    def _own_socket_folder(self) -> Path:
+        """Where to put the socket; short and free of characters that need quoting."""
         inside = self._root / "socket"
         plain = re.fullmatch(r"[A-Za-z0-9/._-]+", str(inside))
         if plain and len(os.fsencode(inside / _SOCKET_FILE)) <= _SOCKET_PATH_LIMIT:
@@ -71,12 +75,24 @@ class EmbeddedServer:
         name = hashlib.sha256(os.fsencode(self._root)).hexdigest()[:16]
         return Path(tempfile.gettempdir()) / f"outbox-{name}"
 
+    def _running_socket_folder(self) -> Path | None:
+        try:
+            # Its fifth line: the first folder with a socket of the server that wrote it.
+            return Path((self._root / "data" / "postmaster.pid").read_text().splitlines()[4])
+        except (FileNotFoundError, NotADirectoryError, IndexError):
+            return None
+
     def url(self, database: str) -> URL:
         """The URL of one of the server's databases."""
         return URL.create("postgresql+psycopg", SUPERUSER, database=database, query={"host": str(self.socket_folder)})
 
     def __enter__(self) -> "EmbeddedServer":
         self._binaries = _find_binaries()
+        if re.search(r'[$`"]', str(self._folder)):
+            raise EmbeddedServerError(
+                f"the embedded server cannot live in {self._folder}: its tools hand the path to a shell. "
+                'Name a folder without $, ` and " in OUTBOX_HOME, or set OUTBOX_DATABASE_URL'
+            )
         self._folder.mkdir(parents=True, exist_ok=True)
         if os.geteuid() == 0:
             self._prepare_for_root()
@@ -129,7 +145,7 @@ class EmbeddedServer:
     def _start(self) -> None:
         if self._is_running():
             return
-        sockets = self.socket_folder
+        sockets = self._own_socket_folder()
         self._own_folder(sockets)
         options = {
             "listen_addresses": "",

@@ -1,5 +1,6 @@
 """Bring the control schema ``outbox`` and every tenant's schema to this version of the code."""
 
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,14 +10,17 @@ from alembic.runtime.environment import EnvironmentContext
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util.exc import CommandError
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, quoted_name, text
 from sqlalchemy.exc import DBAPIError
 
 from outbox_pipelines.database.engine import check_server, describe, explained
 from outbox_pipelines.database.error_text import first_line
+from outbox_pipelines.database.quoting import driver_identifier
 from outbox_pipelines.errors import OutboxError
 
 CONTROL_SCHEMA = "outbox"
+_TENANT_TABLES = ("ml_outbox", "ml_outbox_dead")
+_ALEMBIC = threading.Lock()
 _LOCK_WAIT_SECONDS = 300
 """How long one migration waits for another process's; each takes well under a second."""
 
@@ -27,6 +31,10 @@ class NotMigrated(OutboxError):
 
 class TenantsNotMigrated(OutboxError):
     """Some tenants' schemas could not be migrated; the text names each with its reason."""
+
+
+class ForeignTable(OutboxError):
+    """A tenant's schema holds a table of our name that we did not make."""
 
 
 class DatabaseNewer(OutboxError):
@@ -82,10 +90,31 @@ def migrate_tenant(connection: Connection, schema: str) -> bool:
     """Migrate one tenant's existing schema in the caller's transaction; says whether it changed.
 
     Raises:
-        DatabaseNewer: nothing was changed.
+        DatabaseNewer, ForeignTable: nothing was changed.
     """
     _lock(connection, schema)
-    return _upgrade(connection, _tenant_line(schema))
+    line = _tenant_line(schema)
+    reached = _context(connection, line).get_current_heads()
+    _refuse_newer(connection, line, reached)
+    tables = _tables(connection, schema)
+    if tables and not reached:
+        raise ForeignTable(
+            f"schema {schema!r} already has a table {', '.join(sorted(tables))} that is not ours: "
+            "rename it, or give the tenant another schema with --schema"
+        )
+    if reached and len(tables) < len(_TENANT_TABLES):
+        # A table was dropped by hand: what the schema says of its version is no longer so. The
+        # tenants' migrations can be repeated, and make what is missing.
+        connection.exec_driver_sql(f"DELETE FROM {driver_identifier(schema)}.{line.version_table}")
+    return _upgrade(connection, line)
+
+
+def _tables(connection: Connection, schema: str) -> set[str]:
+    query = text("""
+        SELECT relname FROM pg_class JOIN pg_namespace AS space ON space.oid = relnamespace
+        WHERE space.nspname = :schema AND relname = ANY (:names)
+    """)
+    return set(connection.execute(query, {"schema": schema, "names": list(_TENANT_TABLES)}).scalars())
 
 
 def require_migrated(engine: Engine) -> None:
@@ -118,7 +147,8 @@ def _upgrade(connection: Connection, line: _Line) -> bool:
         # Alembic's own recipe for upgrading without an env.py; it has no public name.
         return line.scripts._upgrade_revs("heads", revision)  # type: ignore[arg-type]
 
-    with EnvironmentContext(line.config, line.scripts, fn=steps) as environment:
+    # Alembic's context and op are global to the process; threads take turns.
+    with _ALEMBIC, EnvironmentContext(line.config, line.scripts, fn=steps) as environment:
         environment.configure(connection=connection, version_table=line.version_table, version_table_schema=line.schema)
         environment.run_migrations()
     return True
@@ -177,4 +207,5 @@ def _line(folder: str, schema: str, version_table: str) -> _Line:
     config.set_main_option("script_location", location)
     config.set_main_option("path_separator", "newline")
     config.attributes["schema"] = schema
-    return _Line(ScriptDirectory.from_config(config), config, schema, version_table)
+    # Quoted always: SQLAlchemy's own test for names that need it misses some, a final line end for one.
+    return _Line(ScriptDirectory.from_config(config), config, quoted_name(schema, quote=True), version_table)

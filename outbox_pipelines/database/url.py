@@ -49,6 +49,9 @@ def _parse(url: str | URL, variable: str) -> URL:
         raise InvalidDatabaseUrl(
             f"{variable} begins with {parsed.drivername!r}; this package works with PostgreSQL, {example}"
         )
+    if "@" in (parsed.host or ""):
+        # The rest of a password: told in no error.
+        raise InvalidDatabaseUrl(f"{variable} has more than one @: write those in the password as %40, {example}")
     if not parsed.database:
         raise InvalidDatabaseUrl(f"{variable} names no database; add it at the end, {example}")
     return parsed

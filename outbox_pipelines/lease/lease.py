@@ -39,6 +39,9 @@ class LeasedTable:
     key: str
     """The column that identifies a row."""
 
+    key_type: str = "bigint"
+    """That column's type in SQL."""
+
 
 @dataclass(frozen=True)
 class Lease:
@@ -141,7 +144,8 @@ def renew(connection: Connection, leases: Iterable[Lease]) -> Renewal:
             text(f"""
                 WITH mine AS (
                     SELECT leased.{table.key} AS key, held.seconds
-                    FROM unnest(:keys, :tokens, CAST(:seconds AS float8[])) AS held (key, token, seconds)
+                    FROM unnest(CAST(:keys AS {table.key_type}[]), CAST(:tokens AS uuid[]), CAST(:seconds AS float8[]))
+                         AS held (key, token, seconds)
                     JOIN {table.name} AS leased
                       ON leased.{table.key} = held.key AND leased.lease_token = held.token
                     FOR UPDATE OF leased SKIP LOCKED

@@ -15,7 +15,10 @@ from outbox_pipelines.errors import OutboxError
 
 MAX_NAME_LENGTH = 100
 
-MISSING_REMEDY = "restore it, or take the tenant out with `outbox tenants remove` and add it anew"
+MISSING_REMEDY = (
+    "restore it, make missing tables anew with `outbox migrate`, "
+    "or take the tenant out with `outbox tenants remove` and add it anew"
+)
 """What helps when a tenant's schema or a table in it is missing."""
 
 
@@ -208,13 +211,14 @@ def remove_tenant(connection: Connection, name: str, *, drop_schema: bool = Fals
         TenantHasRows: unless forced; nothing was changed.
     """
     tenant = get_tenant(connection, name)
-    # A flush in flight loses its lease with this row and can delete nothing more.
-    connection.execute(text("DELETE FROM outbox.tenants WHERE tenant_id = :id"), {"id": tenant.tenant_id})
-    if not force and _has_rows(connection, tenant, lock=drop_schema):
-        raise TenantHasRows(
-            f"tenant {name!r} still has rows in its outbox: flush them (`outbox flush --tenant {name}`), "
-            "or remove it with --force"
-        )
+    with connection.begin_nested():
+        # A flush in flight loses its lease with this row and can delete nothing more.
+        connection.execute(text("DELETE FROM outbox.tenants WHERE tenant_id = :id"), {"id": tenant.tenant_id})
+        if not force and _has_rows(connection, tenant, lock=drop_schema):
+            raise TenantHasRows(
+                f"tenant {name!r} still has rows in its outbox: flush them (`outbox flush --tenant {name}`), "
+                "or remove it with --force"
+            )
     if drop_schema:
         connection.exec_driver_sql(f"DROP SCHEMA IF EXISTS {driver_identifier(tenant.schema)} CASCADE")
     return tenant

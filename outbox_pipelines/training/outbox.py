@@ -28,7 +28,7 @@ from outbox_pipelines.tenants.registry import Problem, Tenant
 from outbox_pipelines.training.delivery import DeadLetter, Delivered
 from outbox_pipelines.training.sink import OutboxRow
 
-TENANT_LEASES = LeasedTable("outbox.tenants", "tenant_id")
+TENANT_LEASES = LeasedTable("outbox.tenants", "tenant_id", "uuid")
 
 
 @dataclass

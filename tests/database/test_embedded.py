@@ -220,13 +220,6 @@ def test_a_killed_server_is_started_again_by_the_next_user_with_its_data(folder:
     [
         "a space and it's ünï;code\\",
         LONG,
-        pytest.param(
-            '$HOME in "quotes"',
-            marks=pytest.mark.xfail(
-                reason="pg_ctl hands the path to a shell in double quotes (embedded.py:_start)",
-                raises=EmbeddedServerError,
-            ),
-        ),
     ],
 )
 def test_any_folder_will_do(new_folder: Path, name: str) -> None:
@@ -240,10 +233,12 @@ def test_any_folder_will_do(new_folder: Path, name: str) -> None:
     assert not running(folder)
 
 
-@pytest.mark.xfail(
-    reason="the socket's folder is worked out from this process's TMPDIR, not asked of the running server",
-    raises=psycopg.OperationalError,
-)
+@pytest.mark.parametrize("name", ["$HOME", "a `command`", 'in "quotes"'])
+def test_a_folder_that_a_shell_would_read_otherwise_is_refused(new_folder: Path, name: str) -> None:
+    with pytest.raises(EmbeddedServerError, match="OUTBOX_HOME"), server(new_folder / name):
+        pass
+
+
 def test_processes_with_different_temporary_folders_share_a_server(
     new_folder: Path, template: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from sqlalchemy.exc import ProgrammingError
 from outbox_pipelines.database.engine import open_engine
 from outbox_pipelines.database.migrate import (
     DatabaseNewer,
+    ForeignTable,
     NotMigrated,
     TenantsNotMigrated,
     migrate,
@@ -129,9 +130,6 @@ def test_two_processes_with_several_tenants_migrate_each_once(engine: Engine) ->
     assert tables(engine) == {"outbox": 4, **dict.fromkeys(schemas, 3)}
 
 
-@pytest.mark.xfail(
-    reason="Alembic's context and op are global to the process (migrate.py:_upgrade, versions/0001_ml_outbox.py)"
-)
 def test_threads_that_register_tenants_at_once_do_not_mix_their_schemas(engine: Engine) -> None:
     together = threading.Barrier(8)
     failures = []
@@ -219,10 +217,21 @@ def test_a_migration_that_fails_half_way_leaves_nothing(empty: Engine) -> None:
 def test_a_tenant_that_cannot_be_migrated_is_told_and_stops_nobody(engine: Engine) -> None:
     register_unmigrated(engine, "tenant_a", "tenant_b", "tenant_c")
     with engine.begin() as connection:
-        connection.exec_driver_sql("CREATE TABLE tenant_b.ml_outbox_dead (in_the_way text)")
-    with pytest.raises(TenantsNotMigrated, match=r'1 of 3 tenants .*\n  tenant_b: relation "ml_outbox_dead" already'):
+        connection.exec_driver_sql("CREATE TABLE tenant_b.ml_outbox_version (in_the_way text)")
+    with pytest.raises(TenantsNotMigrated, match=r"1 of 3 tenants .*\n  tenant_b: column .* does not exist"):
         migrate(engine)
     assert tables(engine) == {"outbox": 4, "tenant_a": 3, "tenant_b": 1, "tenant_c": 3}
+
+
+@pytest.mark.parametrize("name", ["ml_outbox", "ml_outbox_dead"])
+def test_a_table_of_the_applications_own_with_our_name_is_refused_and_not_taken_for_ours(
+    engine: Engine, name: str
+) -> None:
+    with engine.begin() as connection:
+        connection.exec_driver_sql(f"CREATE SCHEMA shop; CREATE TABLE shop.{name} (of_another_shape text)")
+    with pytest.raises(ForeignTable, match=f"'shop' already has a table {name} "), engine.begin() as connection:
+        add_tenant(connection, "acme", schema="shop")
+    assert tables(engine) == {"outbox": 4, "shop": 1}
 
 
 def test_waiting_for_a_migration_leaves_the_callers_timeouts_as_they_were(engine: Engine) -> None:

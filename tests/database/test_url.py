@@ -75,7 +75,6 @@ def test_the_password_never_appears_in_an_error(url: str) -> None:
     assert "hunter2" not in refusal(url)
 
 
-@pytest.mark.xfail(reason="a password with an unescaped @ is told as part of the host (url.py:_parse)")
 def test_the_end_of_a_password_with_an_unescaped_at_sign_is_not_told_as_the_host() -> None:
     try:
         told = describe(open_engine(load_settings(), "postgresql://user:half@hunter2@host/db", application_name="x"))

@@ -164,9 +164,6 @@ def test_the_remedy_in_the_recorded_reason_is_one(engine: Engine, damage: Callab
     assert standings(engine) == {"acme": Standing.EMPTY}
 
 
-@pytest.mark.xfail(
-    reason="the schema's noted version is believed, though the table is gone (migrate.py:migrate_tenant, _upgrade)"
-)
 @pytest.mark.parametrize("damage", [drop_table, drop_dead_letters])
 def test_a_tenant_added_anew_in_the_same_schema_has_its_tables(engine: Engine, damage: Callable[[Tenant], str]) -> None:
     tenant = new_tenant(engine, schema="shop")

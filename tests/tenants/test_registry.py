@@ -175,7 +175,6 @@ def test_a_tenant_with_rows_is_not_removed_unless_forced(engine: Engine) -> None
     assert waiting_ids(engine, tenant) == [1, 2]
 
 
-@pytest.mark.xfail(reason="the registry row is deleted before the rows are looked for (registry.py:remove_tenant)")
 def test_a_refused_removal_changes_nothing_in_a_transaction_that_goes_on(engine: Engine) -> None:
     tenant = new_tenant(engine, rows=1)
     with engine.begin() as connection, pytest.raises(TenantHasRows):

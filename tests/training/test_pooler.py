@@ -7,9 +7,11 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from sqlalchemy import Engine, make_url, text
@@ -33,7 +35,9 @@ from tests.scripted_service import ScriptedService, accept, training_pb2
 
 PGBOUNCER = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 
-needs_pgbouncer = pytest.mark.skipif(PGBOUNCER is None, reason="the program pgbouncer is not installed")
+NO_PGBOUNCER = "the program pgbouncer (Debian package pgbouncer) is not installed"
+
+needs_pgbouncer = pytest.mark.skipif(PGBOUNCER is None, reason=NO_PGBOUNCER)
 
 CONFIGURATION = """
 [databases]
@@ -99,30 +103,34 @@ def through(pooler: Path, database_url: str) -> str:
     return render(url)
 
 
+class Narrow:
+    """A way to the database on which every transaction runs on the connection of the one before it."""
+
+    def __init__(self, settings: Settings, pool_size: int) -> None:
+        self.settings = settings
+        self._pool_size = pool_size
+        self.engine = self.open()
+
+    def open(self) -> Engine:
+        """An engine, as each process has one."""
+        assert self.settings.database_url is not None
+        url = self.settings.database_url.get_secret_value()
+        return open_engine(self.settings, url, application_name="narrow", pool_size=self._pool_size)
+
+
 @pytest.fixture(params=["pgbouncer", "pool of one"])
-def narrow(
-    request: pytest.FixtureRequest, database_url: str, service: ScriptedService, tmp_path: Path
-) -> Iterator["Narrow"]:
-    """Settings and an engine whose every transaction runs on the same server connection."""
-    if request.param == "pgbouncer":
-        if PGBOUNCER is None:
-            pytest.skip("the program pgbouncer is not installed")
+def narrow(request: pytest.FixtureRequest, database_url: str, service: ScriptedService) -> Iterator[Narrow]:
+    """PgBouncer with one connection for all, or a pool of one connection for each process."""
+    if request.param == "pool of one":
+        narrow = Narrow(load_settings(database_url=database_url, ml_target=service.target, pool_size=2), pool_size=1)
+    elif PGBOUNCER is None:
+        pytest.skip(NO_PGBOUNCER)
+    else:
         url = through(request.getfixturevalue("pooler"), database_url)
         settings = load_settings(database_url=url, ml_target=service.target, database_pooler=Pooler.TRANSACTION)
-        narrow = Narrow(settings, open_engine(settings, url, application_name="behind the pooler"))
-    else:
-        settings = load_settings(database_url=database_url, ml_target=service.target, pool_size=2)
-        narrow = Narrow(settings, open_engine(settings, database_url, application_name="pool of one", pool_size=1))
+        narrow = Narrow(settings, pool_size=settings.pool_size)
     yield narrow
     narrow.engine.dispose()
-
-
-class Narrow:
-    """What a fixture gives: both belong together."""
-
-    def __init__(self, settings: Settings, engine: Engine) -> None:
-        self.settings = settings
-        self.engine = engine
 
 
 class Strangers:
@@ -156,15 +164,6 @@ class FailingSink(GrpcSink):
 def own_rows(tenant: Tenant, count: int) -> list[dict[str, object]]:
     """Rows that say whose they are."""
     return [{"owner": str(tenant.tenant_id), "n": number} for number in range(count)]
-
-
-def backends(engine: Engine, name: str) -> int:
-    """The server's connections of that name, seen past the pooler."""
-    with engine.connect() as connection:
-        counted = text(
-            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = :name"
-        )
-        return int(connection.execute(counted, {"name": name}).scalar_one())
 
 
 def test_all_clients_share_one_server_connection(narrow: Narrow, engine: Engine) -> None:
@@ -224,10 +223,11 @@ def test_interleaved_flushes_looks_and_enqueues_meet_no_foreign_row_and_lose_non
     together = threading.Barrier(4)
 
     def flush_some(chosen: list[Tenant], run_id: str) -> None:
+        engine = narrow.open()
         together.wait(30)
         for _ in range(3):
-            report = flush(narrow.engine, narrow.settings, *chosen, run_id=run_id)
-            assert report.failed == []
+            assert flush(engine, narrow.settings, *chosen, run_id=run_id).failed == []
+        engine.dispose()
 
     def enqueue_some() -> None:
         together.wait(30)
@@ -313,13 +313,13 @@ def test_a_lease_is_claimed_and_kept_alive_through_it(pooler: Path, engine: Engi
     settings = load_settings(database_pooler=Pooler.TRANSACTION)
     behind = open_engine(settings, through(pooler, database_url), application_name="tests")
     tenant = new_tenant(behind)
-    token = __import__("uuid").uuid4()
     with behind.begin() as connection:
-        claimed = outbox.claim_tenant(connection, tenant, holder="run", seconds=60, token=token)
+        claimed = outbox.claim_tenant(connection, tenant, holder="run", seconds=60, token=uuid4())
     assert isinstance(claimed, outbox.ClaimedTenant)
     lost: list[str] = []
     heartbeat = Heartbeat(behind, lease_seconds=60)
-    heartbeat.hold(claimed.lease, lambda: lost.append("lost"), asked_at=0)
+    heartbeat.hold(claimed.lease, lambda: lost.append("lost"), asked_at=time.monotonic() - 3600)
+    assert not heartbeat.is_sure(claimed.lease)
     heartbeat.beat()
     assert heartbeat.is_sure(claimed.lease)
     assert lost == []

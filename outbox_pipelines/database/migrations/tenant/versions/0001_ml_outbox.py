@@ -1,4 +1,7 @@
-"""A tenant's training outbox and its dead letters."""
+"""A tenant's training outbox and its dead letters.
+
+Like every migration of a tenant's schema it can be repeated, and then makes what is missing.
+"""
 
 from alembic import context, op
 
@@ -14,7 +17,7 @@ def upgrade() -> None:
     # reader walks over ever more dead index entries to reach the oldest row.
     statements = (
         f"""
-        CREATE TABLE {schema}.ml_outbox (
+        CREATE TABLE IF NOT EXISTS {schema}.ml_outbox (
             id         bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
             example    jsonb NOT NULL
                        CONSTRAINT ml_outbox_example_is_an_object CHECK (jsonb_typeof(example) = 'object'),
@@ -27,7 +30,7 @@ def upgrade() -> None:
         )
         """,
         f"""
-        CREATE TABLE {schema}.ml_outbox_dead (
+        CREATE TABLE IF NOT EXISTS {schema}.ml_outbox_dead (
             id         bigint PRIMARY KEY,
             example    jsonb NOT NULL,
             created_at timestamptz NOT NULL,
