@@ -1,6 +1,7 @@
 """The whole product as a user runs it: shipped dagster.yaml, real daemon, sensor and webserver."""
 
 import json
+import os
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -35,7 +36,8 @@ def ml() -> Iterator[ScriptedService]:
 @pytest.fixture(scope="module")
 def stack(server_url: str, ml: ScriptedService, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Webserver, daemon and code server, with the shipped settings of the instance."""
-    with made_database(server_url, "outbox_stack") as url, made_database(server_url, "outbox_stack_dagster"):
+    name = f"outbox_stack_{os.getpid()}"
+    with made_database(server_url, name) as url, made_database(server_url, f"{name}_dagster"):
         settings = load_settings(
             database_url=url,
             ml_target=ml.target,
@@ -216,11 +218,10 @@ def test_terminating_a_run_cancels_its_call_frees_the_lease_and_stays_canceled(
 
 
 def test_dagsters_own_tables_are_in_a_database_beside_the_outboxes(stack: Stack, engine: Engine) -> None:
-    assert engine.url.database == "outbox_stack"
     with engine.connect() as connection:
         assert connection.execute(text("SELECT to_regclass('public.runs')")).scalar_one() is None
     beside = open_engine(load_settings(), stack.environment[STORAGE_VARIABLE], application_name="tests")
-    assert beside.url.database == "outbox_stack_dagster"
+    assert beside.url.database == f"{engine.url.database}_dagster"
     with beside.connect() as connection:
         assert connection.execute(text("SELECT to_regclass('public.runs')")).scalar_one() == "runs"
     beside.dispose()

@@ -23,7 +23,7 @@ from tests.scripted_service import ScriptedService, training_pb2
 
 ODD = [
     *("tenant_A", "tenant_a-b", 'tenant_x"y', "100%", "%s", "%(schema)s", "a:b", ":name", "a.b", "{table}", "[x]"),
-    *("it's", "semi;colon --", "/*", "\\", "new\nline", "plain_with_a_line_end\n", "select", "public", "$1", '"', "__[SCHEMA_x]"),
+    *("it's", "semi;colon --", "/*", "\\", "new\nline", "line_end\n", "select", "public", "$1", '"', "__[SCHEMA_x]"),
     *("x" * 63, "ü" * 31, "日本" * 10, "😀"),
 ]
 

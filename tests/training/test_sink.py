@@ -214,9 +214,7 @@ def test_a_token_that_cannot_travel_is_refused_with_the_settings_and_not_shown(
     assert token.strip() not in str(raised.value)
 
 
-def test_a_token_travels_with_every_call(
-    engine: Engine, make_settings: MakeSettings, service: ScriptedService
-) -> None:
+def test_a_token_travels_with_every_call(engine: Engine, make_settings: MakeSettings, service: ScriptedService) -> None:
     seen = []
 
     def answer(request: Any, context: grpc.ServicerContext) -> Any:
