@@ -1,7 +1,8 @@
 """Write what is generated from the code, or check that it is up to date.
 
 ``python -m docs.generate`` writes the README's table of settings; with ``--check`` it
-compares that table, and the committed gRPC code, with what would be written.
+compares that table, and the committed gRPC code, with what would be written, and looks for
+the tests that docs/guarantees.md names.
 """
 
 import re
@@ -54,6 +55,13 @@ def stale_grpc_code() -> list[str]:
         return [file.name for file in made if file.read_text() != (ROOT / PROTO.parent / file.name).read_text()]
 
 
+def missing_tests() -> list[str]:
+    """Tests that docs/guarantees.md names and that are not there."""
+    there = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    named = re.findall(r"`(test_\w+)`", (ROOT / "docs" / "guarantees.md").read_text())
+    return [name for name in named if f"def {name}(" not in there]
+
+
 def main() -> int:
     """Write or check; 1 when something is out of date."""
     if "--check" not in sys.argv:
@@ -61,6 +69,7 @@ def main() -> int:
         return 0
     stale = [] if README.read_text() == readme() else ["README.md (run: make docs)"]
     stale += [f"{name} (run: make proto)" for name in stale_grpc_code()]
+    stale += [f"docs/guarantees.md (no test is called {name})" for name in missing_tests()]
     for name in stale:
         sys.stdout.write(f"out of date: {name}\n")
     return int(bool(stale))
