@@ -1,4 +1,6 @@
-"""Error texts that a column can always hold."""
+"""Error texts that a column can always hold, and that hold no payload."""
+
+from sqlalchemy.exc import StatementError
 
 MAX_ERROR_LENGTH = 2_000
 """Characters of an error's text that are kept."""
@@ -29,3 +31,16 @@ def first_line(error: BaseException | None) -> str:
     """The first line of an error's text. PostgreSQL's says what failed; the next may quote the row."""
     lines = error_text(error if error is not None else "").strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def forget_payload(error: BaseException) -> None:
+    """Keep of a database error's text the first line alone, here and in what it wraps.
+
+    The lines after it (DETAIL, CONTEXT) quote the row that failed, and SQLAlchemy adds the
+    parameters: an application that logs the error would log the payload.
+    """
+    if isinstance(error, StatementError):
+        error.hide_parameters = True
+        if error.orig is not None:
+            forget_payload(error.orig)
+    error.args = (first_line(error), *error.args[1:])

@@ -166,7 +166,7 @@ class TenantDrain:
                 self._unsettled.dead.append(item)
                 continue
             if not self._heartbeat.is_sure(self._lease):
-                raise LeaseLost(f"tenant {self._tenant.name!r}: the lease could not be kept; another run may have it")
+                self._make_sure()
             began = time.monotonic()
             self._send(item)
             slow = time.monotonic() - began > _SLOW_CALL_SECONDS
@@ -264,6 +264,18 @@ class TenantDrain:
             _logger.info("tenant %s: settling once more after %s", self._tenant.name, type(error).__name__)
         self._settle_behind()
         self._settled()
+
+    def _make_sure(self) -> None:
+        """Ask the database whether the lease is still ours, which settles what is open as well."""
+        asked_at = time.monotonic()
+        try:
+            self._settle_all()
+            self._settle(outbox.Unsettled()).result()
+        except SQLAlchemyError as error:
+            raise LeaseLost(
+                f"tenant {self._tenant.name!r}: the lease could not be kept; another run may have it"
+            ) from error
+        self._heartbeat.renewed(self._lease, asked_at=asked_at)
 
     def _is_paused(self) -> bool:
         self._settled()

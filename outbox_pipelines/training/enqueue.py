@@ -11,6 +11,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, scoped_session
 
+from outbox_pipelines.database.error_text import forget_payload
 from outbox_pipelines.database.quoting import quote_identifier
 from outbox_pipelines.errors import OutboxError
 from outbox_pipelines.settings import load_settings
@@ -69,7 +70,7 @@ def enqueue_training(
         inserted = connection.execute(insert(outbox).from_select(["example"], ordered).returning(outbox.c.id))
     except DBAPIError as error:
         # Its text would quote the examples, and end up in the application's log.
-        error.hide_parameters = True
+        forget_payload(error)
         raise
     return sorted(inserted.scalars())
 
@@ -105,10 +106,14 @@ def copy_training(
         connection.begin()
     count = 0
     statement = f"COPY {quote_identifier(found.schema)}.ml_outbox (example) FROM STDIN"
-    with driver.cursor().copy(statement.encode()) as copy:
-        for text in _encode(examples, max_bytes):
-            copy.write_row((text,))
-            count += 1
+    try:
+        with driver.cursor().copy(statement.encode()) as copy:
+            for text in _encode(examples, max_bytes):
+                copy.write_row((text,))
+                count += 1
+    except psycopg.Error as error:
+        forget_payload(error)
+        raise
     return count
 
 

@@ -225,15 +225,15 @@ def _tenants_in_flight(instance: dg.DagsterInstance, *, believe_for: timedelta) 
     """Tenants that a queued or running flush already covers.
 
     Only to spare runs: what keeps two runs off one tenant is its lease. A run that is said to
-    be running is believed for a while; after that its process may be gone unnoticed, and
-    waiting for it would starve the tenant.
+    be running is believed for a while after its last change of status; then its process may be
+    gone unnoticed, and waiting for it would starve the tenant.
     """
     young = datetime.now(UTC) - believe_for
     tenants: set[str] = set()
     for job_name in ("tenant_flush", "fleet_flush"):
         for run in (
             *instance.get_runs(RunsFilter(job_name=job_name, statuses=_QUEUED)),
-            *instance.get_runs(RunsFilter(job_name=job_name, statuses=_RUNNING, created_after=young)),
+            *instance.get_runs(RunsFilter(job_name=job_name, statuses=_RUNNING, updated_after=young)),
         ):
             config: Any = run.run_config
             tenants.update(filter(None, [run.tags.get(TENANT_TAG)]))

@@ -19,6 +19,20 @@ import pytest
 from outbox_pipelines.database import embedded
 from outbox_pipelines.database.embedded import EmbeddedServer, EmbeddedServerError
 
+FORKING = """
+import os, sys, time
+from pathlib import Path
+from outbox_pipelines.database.embedded import EmbeddedServer
+
+with EmbeddedServer(Path(sys.argv[1]), options={"fsync": "off"}):
+    parent = os.getpid()
+    if os.fork() == 0:
+        while os.getppid() == parent:
+            time.sleep(0.01)
+        os._exit(0)
+"""
+"""A user whose forked child ends after it, as a worker process does: without leaving the block."""
+
 LONG = "a-long-name-" * 12
 """A folder's name that alone makes the socket's path too long for the kernel."""
 
@@ -267,6 +281,27 @@ def test_as_root_a_folder_that_others_cannot_reach_keeps_its_mode_and_the_data_g
             assert ask(second.socket_folder, "SELECT value FROM kept") == 42
     finally:
         shutil.rmtree(data.parent)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root runs the server under another account")
+@pytest.mark.xfail(reason="the data's place is named after the path as written, not resolved (embedded.py:__init__)")
+def test_as_root_a_folder_has_the_same_data_by_whatever_path_it_is_reached(new_folder: Path) -> None:
+    base = new_folder.parent
+    base.chmod(0o700)
+    (base / "link").symlink_to(base, target_is_directory=True)
+    places = []
+    for folder in (new_folder, base / "link" / "postgres"):
+        with server(folder) as started:
+            places.append(Path(ask(started.socket_folder, "SHOW data_directory")).parent)
+    for place in set(places):
+        shutil.rmtree(place)
+    assert len(set(places)) == 1
+
+
+@pytest.mark.xfail(reason="a forked child inherits its parent's hold on users.lock (embedded.py:_hold_users_lock)")
+def test_a_forked_process_that_ends_last_leaves_no_server_behind(folder: Path) -> None:
+    subprocess.run([sys.executable, "-c", FORKING, str(folder)], capture_output=True, check=True, timeout=60)
+    assert not running(folder)
 
 
 def test_other_users_of_the_machine_cannot_connect(folder: Path) -> None:

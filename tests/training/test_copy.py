@@ -143,12 +143,6 @@ def ids_come_again(tenant: Tenant) -> str:
     return f"INSERT INTO {table} (id, example) OVERRIDING SYSTEM VALUE VALUES (1, '{{}}')"
 
 
-quotes_the_row = pytest.mark.xfail(
-    reason="only the parameters are hidden: the driver's lines DETAIL and CONTEXT, which quote the row, are not "
-    "(enqueue.py:enqueue_training, copy_training)"
-)
-
-
 @pytest.mark.parametrize(
     ("put", "damage"),
     [
@@ -156,8 +150,8 @@ quotes_the_row = pytest.mark.xfail(
         (copy_training, table_is_gone),
         (enqueue_training, ids_come_again),
         (copy_training, ids_come_again),
-        pytest.param(enqueue_training, row_is_refused, marks=quotes_the_row),
-        pytest.param(copy_training, row_is_refused, marks=quotes_the_row),
+        (enqueue_training, row_is_refused),
+        (copy_training, row_is_refused),
     ],
 )
 def test_an_error_of_the_database_quotes_no_example(

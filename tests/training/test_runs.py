@@ -120,10 +120,6 @@ def test_a_queued_run_is_believed_however_long_it_waits(
     assert poll(definitions, instance) == []
 
 
-@pytest.mark.xfail(
-    reason="a running run's age is counted from its creation, the wait in the queue included "
-    "(pipeline.py:_tenants_in_flight)"
-)
 def test_a_run_that_has_just_started_after_a_long_wait_in_the_queue_is_believed(
     engine: Engine, definitions: dg.Definitions, instance: dg.DagsterInstance
 ) -> None:
