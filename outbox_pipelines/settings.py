@@ -138,17 +138,20 @@ class Settings(BaseSettings):
     def _fits_together(self) -> Self:
         if self.max_rows_per_turn < self.batch_size:
             raise ValueError(
-                f"max_rows_per_turn ({self.max_rows_per_turn}) is smaller than batch_size "
-                f"({self.batch_size}); a turn holds at least one batch"
+                f"OUTBOX_MAX_ROWS_PER_TURN={self.max_rows_per_turn} is smaller than "
+                f"OUTBOX_BATCH_SIZE={self.batch_size}; a turn holds at least one batch"
             )
         if self.backoff_max_seconds < self.backoff_first_seconds:
-            raise ValueError("backoff_max_seconds is smaller than backoff_first_seconds")
+            raise ValueError(
+                f"OUTBOX_BACKOFF_MAX_SECONDS={self.backoff_max_seconds} is smaller than "
+                f"OUTBOX_BACKOFF_FIRST_SECONDS={self.backoff_first_seconds}"
+            )
         if (self.ml_certificate_file is None) != (self.ml_private_key_file is None):
-            raise ValueError("ml_certificate_file and ml_private_key_file are needed together")
+            raise ValueError("OUTBOX_ML_CERTIFICATE_FILE and OUTBOX_ML_PRIVATE_KEY_FILE are needed together")
         for name in ("ml_ca_file", "ml_certificate_file", "ml_private_key_file"):
             path: Path | None = getattr(self, name)
             if path is not None and not path.is_file():
-                raise ValueError(f"{name}: there is no file {path}")
+                raise ValueError(f"OUTBOX_{name.upper()}={path}: there is no such file")
         return self
 
     @property

@@ -1,6 +1,9 @@
 """Fixtures: a real PostgreSQL server, a fresh migrated database for each test, a scripted ML service."""
 
+import hashlib
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -36,10 +39,16 @@ def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield render(engine_url(named, variable="OUTBOX_TEST_DATABASE_URL"))
         return
     base = tmp_path_factory.getbasetemp()
-    # The workers of one pytest-xdist session share a server: it stops with the last of them.
-    folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "postgres"
-    with EmbeddedServer(folder, options={"fsync": "off", "max_connections": "300"}) as server:
+    # The workers of one pytest-xdist session share a server: it stops with the last of them. Not in pytest's
+    # own folder, which others cannot enter: as root the server's account is one of these others.
+    session = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    folder = Path(tempfile.gettempdir()) / f"outbox-tests-{hashlib.sha256(bytes(session)).hexdigest()[:16]}"
+    folder.mkdir(mode=0o755, exist_ok=True)
+    server = EmbeddedServer(folder / "postgres", options={"fsync": "off", "max_connections": "300"})
+    with server:
         yield render(server.url("postgres"))
+    if not server.is_running():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

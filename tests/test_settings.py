@@ -98,10 +98,10 @@ def test_all_faults_are_told_at_once() -> None:
         ({"backoff_first_seconds": 20, "backoff_max_seconds": 10}, ["backoff_first_seconds", "backoff_max_seconds"]),
         ({"ml_certificate_file": __file__}, ["ml_certificate_file", "ml_private_key_file"]),
         ({"ml_private_key_file": __file__}, ["ml_certificate_file", "ml_private_key_file"]),
-        ({"ml_ca_file": "/not/there.pem"}, ["ml_ca_file", "no file /not/there.pem"]),
+        ({"ml_ca_file": "/not/there.pem"}, ["ml_ca_file", "/not/there.pem: there is no such file"]),
         (
             {"ml_certificate_file": "/not/there.pem", "ml_private_key_file": __file__},
-            ["ml_certificate_file", "no file /not/there.pem"],
+            ["ml_certificate_file", "/not/there.pem: there is no such file"],
         ),
     ],
 )
@@ -116,7 +116,7 @@ def test_values_that_do_not_fit_together_are_named(
 
 
 def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
-    assert f"no file {tmp_path}" in refusal(ml_ca_file=tmp_path)
+    assert f"{tmp_path}: there is no such file" in refusal(ml_ca_file=tmp_path)
 
 
 def test_the_edges_of_what_fits_together_are_accepted() -> None:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,7 +54,8 @@ class EmbeddedServer:
     """
 
     def __init__(self, folder: Path, *, options: Mapping[str, str] | None = None) -> None:
-        self._folder = folder.absolute()
+        # Resolved: by whichever path a folder is reached, it is one server.
+        self._folder = folder.resolve()
         self._options = dict(options or {})
         self._users_lock: int | None = None
         self._account: _Account | None = None
@@ -143,7 +144,7 @@ class EmbeddedServer:
             )
 
     def _start(self) -> None:
-        if self._is_running():
+        if self.is_running():
             return
         sockets = self._own_socket_folder()
         self._own_folder(sockets)
@@ -178,10 +179,14 @@ class EmbeddedServer:
             raise EmbeddedServerError(f"{error}\n{tail}".rstrip()) from None
 
     def _stop(self) -> None:
-        if self._is_running():
+        if self.is_running():
+            sockets = self.socket_folder
             self._run("pg_ctl", "-D", str(self._root / "data"), "-w", "-t", "60", "-m", "fast", "stop")
+            with suppress(OSError):
+                sockets.rmdir()
 
-    def _is_running(self) -> bool:
+    def is_running(self) -> bool:
+        """Whether the server runs, for us or for others."""
         status = self._command("pg_ctl", "-D", str(self._root / "data"), "status")
         return subprocess.run(status, cwd="/", capture_output=True, check=False).returncode == 0
 
@@ -197,6 +202,9 @@ class EmbeddedServer:
             os.close(descriptor)
 
     def _hold_users_lock(self) -> None:
+        # A forked child shares the lock through the inherited descriptor, and would hold it without
+        # knowing; it has connections of its own to make, or none.
+        os.register_at_fork(after_in_child=self._drop_users_lock)
         self._users_lock = os.open(self._folder / "users.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._users_lock, fcntl.LOCK_SH)
 

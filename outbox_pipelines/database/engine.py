@@ -46,10 +46,11 @@ def open_engine(settings: Settings, url: str, *, application_name: str, pool_siz
         "keepalives_count": 3,
     }
     behind_pooler = settings.database_pooler is Pooler.TRANSACTION
+    address = engine_url(url)
     if not behind_pooler:
-        connect_args["options"] = options
+        connect_args["options"] = " ".join(filter(None, [options, str(address.query.get("options", ""))]))
     engine = create_engine(
-        engine_url(url),
+        address,
         connect_args=connect_args,
         pool_size=pool_size or settings.pool_size,
         max_overflow=0,
@@ -96,6 +97,13 @@ def explained(engine: Engine) -> Iterator[None]:
         raise DatabaseUnreachable(
             f"no free connection to {describe(engine)} within {engine.pool.timeout()} s: "  # type: ignore[attr-defined]
             "raise OUTBOX_POOL_SIZE or lower OUTBOX_TENANTS_IN_PARALLEL"
+        ) from error
+    except exc.ProgrammingError as error:
+        if error.statement is not None:
+            raise
+        # The driver's word on the URL itself, for example an option that it does not know.
+        raise DatabaseUnreachable(
+            f"cannot connect to {describe(engine)}: {first_line(error.orig)}. Check OUTBOX_DATABASE_URL"
         ) from error
     except exc.OperationalError as error:
         if not error.connection_invalidated and error.statement is not None:

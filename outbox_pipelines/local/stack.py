@@ -184,6 +184,8 @@ def running_stack(settings: Settings, *, say: Say, log: Say, port: int | None = 
         )
         ui_url = f"http://{_HOST}:{web_port}"
         dagster.wait_until(lambda: _answers(f"{ui_url}/server_info"))
+        # Another program may have taken the port meanwhile, and answered.
+        dagster.check()
         say(f"dagster: ready after {time.monotonic() - began:.1f} s, the UI is at {ui_url}")
         try:
             yield Stack(ui_url, effective, database, environment, components)
@@ -276,11 +278,16 @@ def _port(wanted: int | None, usual: int, name: str, say: Say) -> int:
         return wanted
     if _is_free(usual):
         return usual
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
+    port = free_port()
     say(f"{name}: port {usual} is taken, using {port}")
     return port
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        return int(probe.getsockname()[1])
 
 
 def _is_free(port: int) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Self
 
@@ -200,8 +200,17 @@ def serve(
     with _stop_signals() as signals, server:
         if on_ready is not None:
             on_ready(server.port)
-        received = signals.get()
+        received = _wait_for(signals)
         _log.info("%s received, stopping", signal.Signals(received).name)
+
+
+def _wait_for(signals: SimpleQueue[int]) -> int:
+    # In short waits: a signal may interrupt another thread, and handlers run in this one when it wakes.
+    while True:
+        try:
+            return signals.get(timeout=0.5)
+        except Empty:
+            continue
 
 
 @contextmanager

@@ -145,10 +145,13 @@ def get_tenant(connection: Connection, tenant: "str | UUID | Tenant") -> Tenant:
     """
     if isinstance(tenant, Tenant):
         return tenant
-    column = "tenant_id" if isinstance(tenant, UUID) else "name"
-    row = connection.execute(
-        text(f"SELECT {_COLUMNS} FROM outbox.tenants WHERE {column} = :value"), {"value": tenant}
-    ).one_or_none()
+    row = None
+    # A name that cannot be stored is nobody's; asking for it would be an error of its own.
+    if isinstance(tenant, UUID) or not _FORBIDDEN_IN_NAMES.search(tenant):
+        column = "tenant_id" if isinstance(tenant, UUID) else "name"
+        row = connection.execute(
+            text(f"SELECT {_COLUMNS} FROM outbox.tenants WHERE {column} = :value"), {"value": tenant}
+        ).one_or_none()
     if row is None:
         raise UnknownTenant(
             f"no tenant {str(tenant)!r} is registered: see `outbox tenants list`, "

@@ -257,13 +257,14 @@ class TenantDrain:
         self._count(settling.unsettled)
 
     def _settle_all(self) -> None:
+        """Settle what is open, trying a second time: a lock may have been in the way."""
         try:
+            self._settle_behind()
             self._settled()
         except DBAPIError as error:
-            # Put back, and settled now with the rest: the server may have been away, or a row locked.
             _logger.info("tenant %s: settling once more after %s", self._tenant.name, type(error).__name__)
-        self._settle_behind()
-        self._settled()
+            self._settle_behind()
+            self._settled()
 
     def _make_sure(self) -> None:
         """Ask the database whether the lease is still ours, which settles what is open as well."""

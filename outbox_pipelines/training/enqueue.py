@@ -26,6 +26,10 @@ Transaction = Session | scoped_session[Session] | Connection
 ``Session`` through ``run_sync``.)"""
 
 
+_MAX_DEPTH = 200
+"""Levels of nesting. More would exhaust a stack, Python's or the server's, at a depth that varies."""
+
+
 class InvalidExample(OutboxError):
     """An example that cannot be stored; none of the call's examples was."""
 
@@ -158,20 +162,25 @@ def _encode_one(example: Example, limit: int) -> str:
     return text
 
 
-def _check(value: object) -> None:
+def _check(value: object, depth: int = 0) -> None:
     """Find what json.dumps lets through and PostgreSQL does not, or what would change silently."""
     if isinstance(value, str):
         if "\x00" in value:
             raise _Flaw("a text or key holds the character NUL, which PostgreSQL cannot store")
-    elif isinstance(value, Mapping):
+        return
+    if not isinstance(value, Mapping | list | tuple):
+        return
+    if depth > _MAX_DEPTH:
+        raise _Flaw(f"it is nested too deeply (more than {_MAX_DEPTH} levels)")
+    if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise _Flaw(f"a key is a {type(key).__name__}, and must be a text")
             _check(key)
-            _check(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _check(item)
+            _check(item, depth + 1)
+        return
+    for item in value:
+        _check(item, depth + 1)
 
 
 def _refuse(value: object) -> object:

@@ -144,7 +144,7 @@ def test_a_clock_that_steps_during_a_run_changes_nothing(
     engine: Engine, settings: Settings, set_clock: SetClock, step: float
 ) -> None:
     tenant = new_tenant(engine, rows=250)
-    calls = []
+    calls: list[int] = []
 
     def step_once() -> None:
         calls.append(len(calls))

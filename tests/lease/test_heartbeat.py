@@ -52,7 +52,7 @@ class Losses(list[Lease]):
     def watch(self, heartbeat: Heartbeat, *leases: Lease) -> None:
         """Hold leases that were claimed just now."""
         for lease in leases:
-            heartbeat.hold(lease, partial(self.append, lease), asked_at=module.time.monotonic())
+            heartbeat.hold(lease, partial(self.append, lease), asked_at=module.time.monotonic())  # type: ignore[attr-defined]
 
 
 def test_a_beat_renews_everything_that_is_held_and_nothing_else(engine: Engine) -> None:

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import Engine, text
 
 from outbox_pipelines.database.engine import open_engine
-from outbox_pipelines.local.stack import STORAGE_VARIABLE, Stack, running_stack
+from outbox_pipelines.local.stack import STORAGE_VARIABLE, Stack, free_port, running_stack
 from outbox_pipelines.settings import load_settings
 from outbox_pipelines.tenants.registry import set_paused
 from tests.conftest import made_database
@@ -45,7 +45,7 @@ def stack(server_url: str, ml: ScriptedService, tmp_path_factory: pytest.TempPat
             poll_seconds=5,
             ml_deadline_seconds=60,
         )
-        with running_stack(settings, say=print, log=lambda _line: None) as running:
+        with running_stack(settings, say=print, log=lambda _line: None, port=free_port()) as running:
             yield running
             children = psutil.Process().children(recursive=True)
         _, alive = psutil.wait_procs(

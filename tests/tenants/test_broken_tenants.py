@@ -5,12 +5,14 @@ from collections.abc import Callable
 import pytest
 from sqlalchemy import Connection, Engine, event, text
 
+from outbox_pipelines.database.migrate import migrate
+from outbox_pipelines.ml_service import training_pb2
 from outbox_pipelines.settings import Settings
 from outbox_pipelines.tenants.registry import Problem, Tenant, add_tenant, remove_tenant
 from outbox_pipelines.training.backlog import Standing, count_waiting, look
 from outbox_pipelines.training.drain import Ending
-from tests.outboxes import flush, ledger_ids, new_tenant, status
-from tests.scripted_service import ScriptedService, training_pb2
+from tests.outboxes import flush, ledger_ids, new_tenant, status, waiting_ids
+from tests.scripted_service import ScriptedService
 
 
 def standings(engine: Engine) -> dict[str, Standing]:
@@ -132,7 +134,7 @@ def test_a_schema_dropped_while_the_look_is_under_way_spoils_it_for_nobody(
     engine: Engine, damage: Callable[[Tenant], str]
 ) -> None:
     doomed, _ = new_tenant(engine, "doomed", rows=1), new_tenant(engine, "other", rows=1)
-    dropped = []
+    dropped: list[Tenant] = []
 
     def drop_once(_connection: Connection, _cursor: object, statement: str, *_: object) -> None:
         if "FROM pg_class" in statement and not dropped:
@@ -172,6 +174,17 @@ def test_a_tenant_added_anew_in_the_same_schema_has_its_tables(engine: Engine, d
         remove_tenant(connection, tenant.name)
         add_tenant(connection, tenant.name, schema="shop")
     assert standings(engine) == {"acme": Standing.EMPTY}
+
+
+@pytest.mark.parametrize(("damage", "expected"), [(drop_table, Standing.EMPTY), (drop_dead_letters, Standing.DUE)])
+def test_missing_tables_are_made_anew_by_migrating_and_the_other_keeps_its_rows(
+    engine: Engine, damage: Callable[[Tenant], str], expected: Standing
+) -> None:
+    tenant, other = new_tenant(engine, rows=1), new_tenant(engine, "other", rows=1)
+    run(engine, damage(tenant))
+    assert migrate(engine) == 1
+    assert standings(engine) == {"acme": expected, "other": Standing.DUE}
+    assert waiting_ids(engine, other) == [1]
 
 
 def test_a_table_of_another_shape_is_told_and_spoils_the_look_for_nobody(engine: Engine) -> None:

@@ -13,13 +13,14 @@ from outbox_pipelines.database.quoting import (
     driver_identifier,
     quote_identifier,
 )
+from outbox_pipelines.ml_service import training_pb2
 from outbox_pipelines.settings import Settings
 from outbox_pipelines.tenants.registry import add_tenant, list_tenants, remove_tenant
 from outbox_pipelines.training.backlog import Standing, count_waiting, look
 from outbox_pipelines.training.enqueue import copy_training, enqueue_training
 from outbox_pipelines.training.outbox import count_rows, read_rows
 from tests.outboxes import dead_letters, enqueue, flush, ledger_ids, new_tenant, waiting_ids
-from tests.scripted_service import ScriptedService, training_pb2
+from tests.scripted_service import ScriptedService
 
 ODD = [
     *("tenant_A", "tenant_a-b", 'tenant_x"y', "100%", "%s", "%(schema)s", "a:b", ":name", "a.b", "{table}", "[x]"),

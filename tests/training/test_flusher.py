@@ -366,7 +366,7 @@ def test_a_schema_dropped_before_the_run_is_told_and_holds_up_no_other(
     assert [entry.tenant.name for entry in report.failed] == ["gone"]
     found = status(engine, gone)
     assert found.problem is Problem.BROKEN
-    assert "does not exist; restore it, or take the tenant out" in (found.last_error or "")
+    assert "does not exist; restore it, make missing tables anew" in (found.last_error or "")
     assert found.next_attempt_at is not None
 
 

@@ -339,7 +339,7 @@ def test_a_broken_tenant_is_skipped_with_its_reason_and_starts_no_storm(engine: 
         connection.exec_driver_sql(f'DROP TABLE "{broken.schema}".ml_outbox')
     for _ in range(3):
         assert [request.partition_key for request in pipeline.poll().run_requests or []] == ["fine"]
-    assert "is missing; restore it, or take the tenant out" in (status(engine, broken).last_error or "")
+    assert "is missing; restore it, make missing tables anew" in (status(engine, broken).last_error or "")
     with engine.begin() as connection:
         set_paused(connection, "fine", paused=True)
     assert "1 without their schema or a table in it" in reason(pipeline.poll())

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from uuid import uuid4
 
+import grpc
 import pytest
 from sqlalchemy import Engine, make_url, text
 from sqlalchemy.exc import DBAPIError
@@ -22,6 +23,7 @@ from outbox_pipelines.database.migrate import migrate, require_migrated
 from outbox_pipelines.database.quoting import driver_identifier
 from outbox_pipelines.database.url import render
 from outbox_pipelines.lease.heartbeat import Heartbeat
+from outbox_pipelines.ml_service import training_pb2
 from outbox_pipelines.settings import Pooler, Settings, load_settings
 from outbox_pipelines.tenants.registry import Tenant, remove_tenant
 from outbox_pipelines.training import outbox
@@ -31,7 +33,7 @@ from outbox_pipelines.training.enqueue import copy_training, enqueue_training
 from outbox_pipelines.training.grpc_sink import GrpcSink
 from outbox_pipelines.training.sink import Batch, Verdict
 from tests.outboxes import enqueue, flush, ledger_ids, new_tenant, status, wait_until, waiting_ids
-from tests.scripted_service import ScriptedService, accept, training_pb2
+from tests.scripted_service import ScriptedService, accept
 
 PGBOUNCER = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 
@@ -140,11 +142,13 @@ class Strangers:
         self.found: list[tuple[str, str]] = []
         service.answer = self._answer
 
-    def _answer(self, request: training_pb2.TrainBatchRequest, context: object) -> training_pb2.TrainBatchResponse:
+    def _answer(
+        self, request: training_pb2.TrainBatchRequest, context: grpc.ServicerContext
+    ) -> training_pb2.TrainBatchResponse:
         for row in request.examples:
             if json.loads(row.json)["owner"] != request.tenant:
                 self.found.append((request.tenant, row.json))
-        return accept(request, context)  # type: ignore[arg-type]
+        return accept(request, context)
 
 
 class FailingSink(GrpcSink):
