@@ -101,7 +101,9 @@ def test_keys_that_are_no_texts_and_a_nul_at_any_depth_are_refused_and_nothing_i
 ) -> None:
     tenant = new_tenant(engine)
     with engine.connect() as connection:
-        with pytest.raises(InvalidExample, match=r"^example 1 cannot be stored: .*(must be a text|NUL|nested too deeply)"):
+        with pytest.raises(
+            InvalidExample, match=r"^example 1 cannot be stored: .*(must be a text|NUL|nested too deep)"
+        ):
             put(connection, tenant, [{"good": 1}, bad])
         connection.rollback()
     assert waiting_ids(engine, tenant) == []
