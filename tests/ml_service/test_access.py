@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import shutil
-import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -10,15 +7,12 @@ import pytest
 
 from outbox_pipelines.ml_service.server import SERVICE_NAME, MlServer
 from outbox_pipelines.ml_service.tls import TlsError
+from tests.certificates import Identity, make_identity, needs_openssl
 
 from .client import SERVING, Client, refused
 from .rows import rows
 
 TOKEN = "correct-horse"
-
-needs_openssl = pytest.mark.skipif(
-    shutil.which("openssl") is None, reason="no openssl command to make certificates with"
-)
 
 
 @pytest.mark.parametrize("sent", [None, "", "correct-hors", "correct-horse ", "Correct-Horse"])
@@ -48,32 +42,10 @@ def test_a_token_no_caller_could_send_is_refused_at_once(state_dir: Path, token:
         MlServer(state_dir=state_dir, token=token)
 
 
-@dataclass(frozen=True)
-class Identity:
-    """A certificate that vouches for itself, and its key."""
-
-    certificate: Path
-    private_key: Path
-
-
 @pytest.fixture(scope="session")
 def identities(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Identity]:
     folder = tmp_path_factory.mktemp("certificates")
-    made = {}
-    for name in ("server", "client", "stranger"):
-        identity = Identity(folder / f"{name}.pem", folder / f"{name}.key")
-        subprocess.run(
-            (
-                f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
-                f"-subj /CN={name} -addext subjectAltName=IP:127.0.0.1 "
-                f"-keyout {name}.key -out {name}.pem"
-            ).split(),
-            cwd=folder,
-            check=True,
-            capture_output=True,
-        )
-        made[name] = identity
-    return made
+    return {name: make_identity(folder, name) for name in ("server", "client", "stranger")}
 
 
 def credentials(server: Identity, client: Identity | None = None) -> grpc.ChannelCredentials:

@@ -142,7 +142,9 @@ def test_a_dry_run_counts_the_others_and_tells_what_is_wrong_with_a_broken_tenan
     (output,) = [entry for entry in result.all_events if entry.event_type_value == "STEP_OUTPUT"]
     told = output.step_output_data.metadata
     assert told["rows waiting"].value == 7
-    records = {record.data["tenant"]: record.data for record in told["tenants"].records}
+    table = told["tenants"]
+    assert isinstance(table, dg.TableMetadataValue)
+    records = {record.data["tenant"]: record.data for record in table.records}
     assert records["whole"] == {"tenant": "whole", "rows": 7, "error": ""}
     assert "does not exist" in str(records["broken"]["error"])
     assert "dry run: 7 rows waiting; nothing was sent" in logged(instance, result)

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -491,7 +492,7 @@ def test_an_interrupt_at_any_moment_cancels_the_flush(
 
     service.answer = hang
 
-    class Interrupted(flusher_module.ThreadPoolExecutor):
+    class Interrupted(ThreadPoolExecutor):
         def submit(self, *arguments: Any, **named: Any) -> Any:
             super().submit(*arguments, **named)
             raise KeyboardInterrupt
