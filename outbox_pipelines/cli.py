@@ -168,11 +168,8 @@ def flush(
                 tenants = [entry.tenant for entry in waiting if entry.standing is not Standing.PAUSED]
             if dry_run:
                 counts = {found.name: outbox.count_rows(connection, found) for found in tenants}
-                _print(
-                    as_json,
-                    counts,
-                    "\n".join(f"{name}: {counted(rows, 'row')}" for name, rows in counts.items()) or "no rows wait",
-                )
+                lines = [f"{name}: {counted(rows, 'row')}" for name, rows in counts.items()]
+                _print(as_json, counts, "\n".join(lines) or "no rows wait")
                 return
         sink = GrpcSink(settings)
         try:
@@ -314,14 +311,20 @@ def main() -> NoReturn:
 
 @contextmanager
 def _database(*, migrated: bool = True) -> Iterator[Any]:
+    from sqlalchemy.exc import DBAPIError
+
     from outbox_pipelines.database.database import Database
-    from outbox_pipelines.database.engine import explained
+    from outbox_pipelines.database.engine import describe, explained
+    from outbox_pipelines.database.error_text import first_line
     from outbox_pipelines.settings import load_settings
 
     with Database(load_settings(), application_name="outbox") as database:
         engine = database.migrated_engine() if migrated else database.engine
-        with explained(engine):
-            yield engine
+        try:
+            with explained(engine):
+                yield engine
+        except DBAPIError as error:
+            raise OutboxError(f"{describe(engine)} refused: {first_line(error.orig)}") from error
 
 
 @contextmanager

@@ -175,6 +175,14 @@ def test_mistakes_get_a_line_that_says_what_and_the_remedy(outbox: Run, empty_da
     assert "name tenants with --tenant, or give --all" in refused(outbox("flush"), code=2)
 
 
+def test_what_the_database_refuses_is_told_in_a_line(outbox: Run, engine: Engine) -> None:
+    tenant = new_tenant(engine)
+    with engine.begin() as connection:
+        connection.exec_driver_sql(f'DROP TABLE "{tenant.schema}".ml_outbox')
+    told = refused(outbox("flush", "--tenant", "acme", "--dry-run"))
+    assert f'refused: relation "{tenant.schema}.ml_outbox" does not exist' in told
+
+
 def test_a_mistyped_ml_service_is_told_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = subprocess.run(

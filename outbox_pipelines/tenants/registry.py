@@ -214,14 +214,14 @@ def remove_tenant(connection: Connection, name: str, *, drop_schema: bool = Fals
         TenantHasRows: unless forced; nothing was changed.
     """
     tenant = get_tenant(connection, name)
-    with connection.begin_nested():
-        # A flush in flight loses its lease with this row and can delete nothing more.
-        connection.execute(text("DELETE FROM outbox.tenants WHERE tenant_id = :id"), {"id": tenant.tenant_id})
-        if not force and _has_rows(connection, tenant, lock=drop_schema):
-            raise TenantHasRows(
-                f"tenant {name!r} still has rows in its outbox: flush them (`outbox flush --tenant {name}`), "
-                "or remove it with --force"
-            )
+    # The outbox first, then the registry's line: the order in which a flush locks them, too.
+    if not force and _has_rows(connection, tenant, lock=drop_schema):
+        raise TenantHasRows(
+            f"tenant {name!r} still has rows in its outbox: flush them (`outbox flush --tenant {name}`), "
+            "or remove it with --force"
+        )
+    # A flush in flight loses its lease with this line and can delete nothing more.
+    connection.execute(text("DELETE FROM outbox.tenants WHERE tenant_id = :id"), {"id": tenant.tenant_id})
     if drop_schema:
         connection.exec_driver_sql(f"DROP SCHEMA IF EXISTS {driver_identifier(tenant.schema)} CASCADE")
     return tenant

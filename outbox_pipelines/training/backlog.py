@@ -24,6 +24,9 @@ CHUNK = 500
 _LOCK_WAIT_MILLISECONDS = 200
 """How long the look waits for a table that somebody has locked; the next look comes soon."""
 
+_ONE_LOCK_WAIT_MILLISECONDS = 10
+"""The same when tenants are asked one by one, after one of them kept all waiting: many may be locked."""
+
 COUNT_AT_MOST = 1_000
 """Rows counted of one tenant; a backlog beyond that is said to be "at least" so many."""
 
@@ -173,7 +176,7 @@ def _ask_all(
         chunk = schemas[begin : begin + CHUNK]
         try:
             with engine.begin() as connection:
-                _ask_chunk(connection, chunk, ask, found)
+                _ask_chunk(connection, chunk, ask, found, _LOCK_WAIT_MILLISECONDS)
         except DBAPIError as error:
             if is_passing(error):
                 raise
@@ -191,7 +194,7 @@ def _ask_one_by_one(
     for schema in schemas:
         try:
             with engine.begin() as connection:
-                _ask_chunk(connection, [schema], ask, found)
+                _ask_chunk(connection, [schema], ask, found, _ONE_LOCK_WAIT_MILLISECONDS)
         except DBAPIError as error:
             if is_passing(error):
                 raise
@@ -203,8 +206,9 @@ def _ask_chunk(
     schemas: Sequence[str],
     ask: Callable[[Connection, Sequence[str]], dict[str, Answer]],
     found: _Found[Answer],
+    lock_wait: int,
 ) -> None:
-    connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_LOCK_WAIT_MILLISECONDS}ms'")
+    connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{lock_wait}ms'")
     there = _schemas_with_outbox(connection, schemas)
     found.answers.update(ask(connection, there))
     found.missing.update(set(schemas) - set(there))
@@ -221,7 +225,9 @@ def _schemas_with_outbox(connection: Connection, schemas: Sequence[str]) -> list
         """),
         {"schemas": list(schemas)},
     )
-    return list(found.scalars())
+    there = set(found.scalars())
+    # In the same order each time: the statement made from it is then one that the server has prepared.
+    return [schema for schema in schemas if schema in there]
 
 
 def _oldest_rows(connection: Connection, schemas: Sequence[str]) -> dict[str, datetime | None]:
@@ -253,13 +259,16 @@ def _union(connection: Connection, schemas: Sequence[str], query: str) -> dict[i
 def _note_broken(engine: Engine, *, broken: list[UUID], mended: list[UUID]) -> None:
     if not broken and not mended:
         return
+    # A line that somebody has locked is noted by the next look.
     with engine.begin() as connection:
         connection.execute(
             text("""
                 UPDATE outbox.tenants
                 SET problem = 'broken', failing_since = coalesce(failing_since, clock_timestamp()),
                     last_error = 'schema ' || quote_ident(schema_name) || ' or a table in it is missing; ' || :remedy
-                WHERE tenant_id = ANY (:ids)
+                WHERE tenant_id IN (
+                    SELECT tenant_id FROM outbox.tenants WHERE tenant_id = ANY (:ids) FOR UPDATE SKIP LOCKED
+                )
             """),
             {"ids": broken, "remedy": MISSING_REMEDY},
         )
@@ -268,7 +277,10 @@ def _note_broken(engine: Engine, *, broken: list[UUID], mended: list[UUID]) -> N
                 UPDATE outbox.tenants
                 SET problem = NULL, failing_since = NULL, last_error = NULL, last_error_details = NULL,
                     next_attempt_at = NULL
-                WHERE tenant_id = ANY (:ids) AND problem = 'broken'
+                WHERE tenant_id IN (
+                    SELECT tenant_id FROM outbox.tenants
+                    WHERE tenant_id = ANY (:ids) AND problem = 'broken' FOR UPDATE SKIP LOCKED
+                )
             """),
             {"ids": mended},
         )

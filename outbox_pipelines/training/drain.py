@@ -268,11 +268,13 @@ class TenantDrain:
 
     def _make_sure(self) -> None:
         """Ask the database whether the lease is still ours, which settles what is open as well."""
-        asked_at = time.monotonic()
         try:
             self._settle_all()
+            asked_at = time.monotonic()
             self._settle(outbox.Unsettled()).result()
         except SQLAlchemyError as error:
+            if _is_missing(error):
+                raise
             raise LeaseLost(
                 f"tenant {self._tenant.name!r}: the lease could not be kept; another run may have it"
             ) from error
@@ -347,7 +349,7 @@ class TenantDrain:
         if isinstance(error, DBAPIError):
             # The first line alone: PostgreSQL quotes the row in the lines below.
             line = first_line(error.orig)
-            if getattr(error.orig, "sqlstate", None) in _MISSING:
+            if _is_missing(error):
                 return Problem.BROKEN, f"{line}; {MISSING_REMEDY}"
             return Problem.UNWELL, f"the database failed: {line}"
         if isinstance(error, SQLAlchemyError):
@@ -379,6 +381,10 @@ class _Settling:
     unsettled: outbox.Unsettled
     step: Future[bool]
     asked_at: float
+
+
+def _is_missing(error: SQLAlchemyError) -> bool:
+    return isinstance(error, DBAPIError) and getattr(error.orig, "sqlstate", None) in _MISSING
 
 
 def _tell(refused: Refused) -> str:

@@ -148,10 +148,6 @@ def test_a_tenant_without_its_dead_letters_is_broken_and_its_good_rows_are_not_s
     assert waiting_ids(engine, tenant) == []
 
 
-@pytest.mark.xfail(
-    reason="what is found broken or mended is noted with a wait for the line's lock, which fails the whole look "
-    "(backlog.py:_note_broken)"
-)
 @pytest.mark.parametrize("change", ["broken", "mended"])
 def test_a_locked_line_of_the_registry_hides_nobody_and_is_noted_by_a_later_look(
     engine: Engine, make_settings: Callable[..., Settings], database_url: str, change: str
