@@ -14,7 +14,8 @@ from outbox_pipelines.database.steps import StepThreads
 from outbox_pipelines.lease.heartbeat import Heartbeat
 from outbox_pipelines.settings import Settings
 from outbox_pipelines.tenants.registry import Tenant
-from outbox_pipelines.training.drain import Ending, TenantDrain, TenantReport
+from outbox_pipelines.training.drain import TenantDrain
+from outbox_pipelines.training.outcome import Ending, TenantReport
 from outbox_pipelines.training.sink import Sink
 
 _WAKE_SECONDS = 0.2

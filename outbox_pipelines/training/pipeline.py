@@ -16,9 +16,9 @@ from outbox_pipelines.database.error_text import first_line
 from outbox_pipelines.settings import Settings, TrainMode
 from outbox_pipelines.tenants.registry import Tenant, UnknownTenant, get_tenant
 from outbox_pipelines.training import outbox
-from outbox_pipelines.training.backlog import Backlog, count_waiting, look, note_reachability
-from outbox_pipelines.training.drain import Ending
+from outbox_pipelines.training.backlog import Backlog, Standing, count_waiting, look, note_reachability
 from outbox_pipelines.training.flusher import Flusher, FlushReport
+from outbox_pipelines.training.outcome import Ending
 from outbox_pipelines.training.report import ending_words, failure_line, standings, tenant_line
 from outbox_pipelines.training.sink import SinkFactory
 from outbox_pipelines.wording import counted
@@ -45,10 +45,16 @@ class FlushConfig(dg.Config):
 
     dry_run: bool = Field(False, description="Only count what waits; claim, send and delete nothing.")
     max_turns: int | None = Field(
-        None, ge=1, le=1_000_000, description="Turns of each tenant at most (a turn is up to OUTBOX_MAX_ROWS_PER_TURN)."
+        None,
+        ge=1,
+        le=1_000_000,
+        description="Turns of each tenant at most (1 to 1,000,000); none: until the budget is spent.",
     )
     budget_seconds: float | None = Field(
-        None, ge=0, le=3600, description="Seconds after which no further turn begins; OUTBOX_BUDGET_SECONDS if unset."
+        None,
+        ge=0,
+        le=3600,
+        description="Seconds after which no further turn begins (0 to 3,600); OUTBOX_BUDGET_SECONDS if none.",
     )
 
 
@@ -190,10 +196,11 @@ class TrainingPipeline:
             skip = self._nothing(backlog, "OUTBOX_TRAIN_MODE=local: flushing is off")
             return dg.SensorResult(skip_reason=skip, dynamic_partitions_requests=changes)
         due = backlog.due
-        if due:
+        if due or backlog.standing(Standing.BACKING_OFF):
             unreachable = self._unreachable(backlog)
             if unreachable is not None:
                 return dg.SensorResult(skip_reason=unreachable, dynamic_partitions_requests=changes)
+        if due:
             in_flight = _tenants_in_flight(context.instance, believe_for=self._longest_run())
             due = [entry for entry in due if entry.tenant.name not in in_flight]
         if not due:

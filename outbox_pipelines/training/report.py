@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from outbox_pipelines.tenants.registry import Problem
 from outbox_pipelines.training.backlog import Backlog, Standing, TenantBacklog
-from outbox_pipelines.training.drain import TenantReport
 from outbox_pipelines.training.flusher import FlushReport
+from outbox_pipelines.training.outcome import TenantReport
 from outbox_pipelines.wording import counted, spoken
 
 

@@ -14,7 +14,7 @@ from outbox_pipelines.settings import Settings
 from outbox_pipelines.tenants.registry import Problem
 from outbox_pipelines.training import outbox
 from outbox_pipelines.training.backlog import Standing, look
-from outbox_pipelines.training.drain import Ending
+from outbox_pipelines.training.outcome import Ending
 from outbox_pipelines.training.sink import Batch, Health, OutboxRow, Verdict
 from tests.lease.leased_things import ask_for, let_expire, make_things, row, take
 from tests.outboxes import flush, ledger_ids, new_tenant, waiting_ids

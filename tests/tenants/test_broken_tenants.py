@@ -10,7 +10,7 @@ from outbox_pipelines.ml_service import training_pb2
 from outbox_pipelines.settings import Settings
 from outbox_pipelines.tenants.registry import Problem, Tenant, add_tenant, remove_tenant
 from outbox_pipelines.training.backlog import Standing, count_waiting, look
-from outbox_pipelines.training.drain import Ending
+from outbox_pipelines.training.outcome import Ending
 from tests.outboxes import flush, ledger_ids, new_tenant, status, waiting_ids
 from tests.scripted_service import ScriptedService
 

@@ -21,8 +21,8 @@ from outbox_pipelines.tenants.registry import (
     set_paused,
 )
 from outbox_pipelines.training.backlog import Standing, look
-from outbox_pipelines.training.drain import Ending
 from outbox_pipelines.training.enqueue import enqueue_training
+from outbox_pipelines.training.outcome import Ending
 from tests.outboxes import enqueue, flush, ledger_ids, new_tenant, status, wait_until, waiting_ids
 from tests.scripted_service import ScriptedService
 

@@ -24,7 +24,7 @@ from outbox_pipelines.ml_service.model import OnlineModel, parse_example, parse_
 from outbox_pipelines.ml_service.server import MlServer
 from outbox_pipelines.settings import Settings, load_settings
 from outbox_pipelines.tenants.registry import Tenant
-from outbox_pipelines.training.drain import Ending
+from outbox_pipelines.training.outcome import Ending
 from tests.outboxes import enqueue, flush, ledger_ids, new_tenant, status, wait_until, waiting_ids
 from tests.scripted_service import ScriptedService, accept
 

@@ -9,8 +9,8 @@ from sqlalchemy import Engine, text
 
 from outbox_pipelines.settings import Settings
 from outbox_pipelines.tenants.registry import Problem, remove_tenant, set_paused
-from outbox_pipelines.training.drain import Ending
 from outbox_pipelines.training.grpc_sink import GrpcSink
+from outbox_pipelines.training.outcome import Ending
 from outbox_pipelines.training.sink import Batch, Verdict
 from tests.outboxes import dead_letters, enqueue, flush, ledger_ids, new_tenant, status, wait_until, waiting_ids
 from tests.scripted_service import ScriptedService, accept

@@ -13,8 +13,8 @@ from outbox_pipelines.ml_service import training_pb2
 from outbox_pipelines.settings import Settings, load_settings
 from outbox_pipelines.tenants.registry import Tenant
 from outbox_pipelines.training.delivery import Delivered, deliver
-from outbox_pipelines.training.drain import Ending
 from outbox_pipelines.training.grpc_sink import GrpcSink
+from outbox_pipelines.training.outcome import Ending
 from outbox_pipelines.training.sink import Batch, BatchRefused, OutboxRow, ServiceUnwell, Verdict
 from tests.outboxes import dead_letters, enqueue, flush, ledger_ids, new_tenant, waiting_ids
 from tests.scripted_service import Answer, ScriptedService, accept

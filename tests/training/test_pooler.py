@@ -28,9 +28,9 @@ from outbox_pipelines.settings import Pooler, Settings, load_settings
 from outbox_pipelines.tenants.registry import Tenant, remove_tenant
 from outbox_pipelines.training import outbox
 from outbox_pipelines.training.backlog import Standing, count_waiting, look
-from outbox_pipelines.training.drain import Ending
 from outbox_pipelines.training.enqueue import copy_training, enqueue_training
 from outbox_pipelines.training.grpc_sink import GrpcSink
+from outbox_pipelines.training.outcome import Ending
 from outbox_pipelines.training.sink import Batch, Verdict
 from tests.outboxes import enqueue, flush, ledger_ids, new_tenant, status, wait_until, waiting_ids
 from tests.scripted_service import ScriptedService, accept

@@ -19,9 +19,9 @@ from outbox_pipelines.settings import Settings
 from outbox_pipelines.tenants.registry import Tenant
 from outbox_pipelines.training import drain as drain_module
 from outbox_pipelines.training import flusher as flusher_module
-from outbox_pipelines.training.drain import Ending, TenantReport
 from outbox_pipelines.training.flusher import Flusher, FlushReport
 from outbox_pipelines.training.grpc_sink import GrpcSink
+from outbox_pipelines.training.outcome import Ending, TenantReport
 from tests.outboxes import enqueue, flush, ledger_ids, new_tenant, status, wait_until, waiting_ids
 from tests.scripted_service import ScriptedService, accept
 

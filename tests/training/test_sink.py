@@ -14,8 +14,8 @@ from sqlalchemy import Engine
 from outbox_pipelines.definitions import build_definitions
 from outbox_pipelines.settings import InvalidSettings, Settings
 from outbox_pipelines.tenants.registry import Problem
-from outbox_pipelines.training.drain import Ending
 from outbox_pipelines.training.outbox import read_rows
+from outbox_pipelines.training.outcome import Ending
 from outbox_pipelines.training.report import failure_line, tenant_line
 from tests.outboxes import dead_letters, enqueue, flush, ledger_ids, new_tenant, status, waiting_ids
 from tests.scripted_service import ScriptedService, accept
