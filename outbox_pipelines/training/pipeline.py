@@ -48,13 +48,13 @@ class FlushConfig(dg.Config):
         None,
         ge=1,
         le=1_000_000,
-        description="Turns of each tenant at most (1 to 1,000,000); none: until the budget is spent.",
+        description="Turns of each tenant at most (1 to 1,000,000); none: no such limit.",
     )
     budget_seconds: float | None = Field(
         None,
         ge=0,
         le=3600,
-        description="Seconds after which no further turn begins (0 to 3,600); OUTBOX_BUDGET_SECONDS if none.",
+        description="Seconds until no further turn begins (0 to 3,600); OUTBOX_BUDGET_SECONDS if none.",
     )
 
 

@@ -299,6 +299,18 @@ def test_an_unreachable_service_gets_no_runs_and_the_reason_says_since_when(
     assert len(pipeline.poll().run_requests or []) == 2
 
 
+def test_tenants_that_back_off_from_an_unreachable_service_are_told_of_it(
+    engine: Engine, pipeline: Pipeline, service: ScriptedService
+) -> None:
+    new_tenant(engine, rows=2)
+    pipeline.poll()
+    service.stop()
+    assert not pipeline.run_tenant("acme").success
+    assert "unreachable since" in reason(pipeline.poll())
+    service.start()
+    assert "1 back off, the first until" in reason(pipeline.poll())
+
+
 def test_a_service_that_says_not_serving_gets_no_runs(
     engine: Engine, pipeline: Pipeline, service: ScriptedService
 ) -> None:
