@@ -131,7 +131,13 @@ def tenants_remove(
 
     with _database() as engine, engine.begin() as connection:
         tenant = remove_tenant(connection, name, drop_schema=drop_schema, force=force)
-    _print(as_json, tenant, f"tenant {name} is removed; schema {tenant.schema} {'dropped' if drop_schema else 'kept'}")
+    kept = "dropped" if drop_schema else "kept"
+    _print(
+        as_json,
+        tenant,
+        f"tenant {name} is removed; schema {tenant.schema} {kept}. The ledger knows it as {tenant.tenant_id}: "
+        "add it with that --id to ask about its rows again",
+    )
 
 
 @app.command(epilog=_example("outbox flush --tenant acme", "outbox flush --all --json"))
@@ -150,8 +156,8 @@ def flush(
     Exits with 1 when a tenant failed; its rows stay.
     """
     if bool(tenant) == all_tenants:
-        raise typer.BadParameter("name tenants with --tenant, or give --all")
-    from outbox_pipelines.settings import load_settings
+        raise typer.BadParameter("name tenants with --tenant, or give --all (not both)")
+    from outbox_pipelines.settings import LOCAL_MODE, TrainMode, load_settings
     from outbox_pipelines.tenants.registry import get_tenant
     from outbox_pipelines.training import outbox
     from outbox_pipelines.training.backlog import Standing, look
@@ -171,6 +177,8 @@ def flush(
                 lines = [f"{name}: {counted(rows, 'row')}" for name, rows in counts.items()]
                 _print(as_json, counts, "\n".join(lines) or "no rows wait")
                 return
+        if settings.train_mode is TrainMode.LOCAL:
+            raise OutboxError(f"{LOCAL_MODE}; no row was sent")
         sink = GrpcSink(settings)
         try:
             health = sink.probe()
@@ -180,6 +188,9 @@ def flush(
                 report = Flusher(engine, sink, settings, run_id=f"flush-{uuid4()}").flush(
                     tenants, max_turns=max_turns, budget_seconds=budget_seconds
                 )
+        except KeyboardInterrupt:
+            typer.echo("interrupted: what was delivered is settled, the other rows stay", err=True)
+            raise typer.Exit(130) from None
         finally:
             sink.close()
     lines = [

@@ -22,7 +22,12 @@ def build_definitions(*, sink: SinkFactory | None = None, settings: Settings | N
 
     Raises:
         InvalidSettings: naming each variable, its value and what is allowed.
+        TypeError: for a sink instead of a function that makes one.
     """
+    if sink is not None and not callable(sink):
+        raise TypeError(
+            "sink must be a function that makes a sink, since each flush uses one of its own: lambda: MySink()"
+        )
     settings = settings or load_settings()
     database = Database(settings)
     training = TrainingPipeline(settings, database, sink or (lambda: GrpcSink(settings)))

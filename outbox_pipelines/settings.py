@@ -32,6 +32,9 @@ class TrainMode(StrEnum):
     """Flushing is off: rows accumulate in their outboxes."""
 
 
+LOCAL_MODE = "OUTBOX_TRAIN_MODE=local: flushing is off"
+
+
 class Pooler(StrEnum):
     """What stands between this package and PostgreSQL."""
 

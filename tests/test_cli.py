@@ -172,7 +172,24 @@ def test_mistakes_get_a_line_that_says_what_and_the_remedy(outbox: Run, empty_da
     assert "secret" not in unreachable
     assert "OUTBOX_BATCH_SIZE='0'" in refused(outbox("tenants", "list", OUTBOX_BATCH_SIZE="0"))
     assert "cannot be called 'pg_x'" in refused(outbox("tenants", "add", "x", "--schema", "pg_x"))
-    assert "name tenants with --tenant, or give --all" in refused(outbox("flush"), code=2)
+    assert "name tenants with --tenant, or give --all (not both)" in refused(outbox("flush"), code=2)
+
+
+def test_the_demo_does_not_touch_a_database_with_tenants_of_others(outbox: Run, engine: Engine) -> None:
+    tenant = new_tenant(engine, "live", rows=3)
+    assert "tenant 'live' is registered in" in refused(outbox("demo", "--once"))
+    assert waiting_ids(engine, tenant) == [1, 2, 3]
+
+
+def test_dev_does_not_send_a_named_databases_rows_to_a_service_that_nobody_named(outbox: Run) -> None:
+    assert "OUTBOX_ML_TARGET no ML service: set it" in refused(outbox("dev", OUTBOX_ML_TARGET=""))
+
+
+def test_local_mode_flushes_nothing_from_the_shell_either(outbox: Run, engine: Engine) -> None:
+    tenant = new_tenant(engine, rows=3)
+    told = refused(outbox("flush", "--all", OUTBOX_TRAIN_MODE="local"))
+    assert "OUTBOX_TRAIN_MODE=local: flushing is off; no row was sent" in told
+    assert waiting_ids(engine, tenant) == [1, 2, 3]
 
 
 def test_what_the_database_refuses_is_told_in_a_line(outbox: Run, engine: Engine) -> None:

@@ -20,12 +20,13 @@ import grpc
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import Session
 
+from outbox_pipelines.database.engine import describe
 from outbox_pipelines.database.quoting import driver_identifier
 from outbox_pipelines.errors import OutboxError
 from outbox_pipelines.local.stack import Stack
 from outbox_pipelines.ml_service import training_pb2, training_pb2_grpc
 from outbox_pipelines.ml_service.model import OnlineModel, parse_example, parse_features
-from outbox_pipelines.tenants.registry import Tenant, UnknownTenant, add_tenant, remove_tenant
+from outbox_pipelines.tenants.registry import Tenant, UnknownTenant, add_tenant, list_tenants, remove_tenant
 from outbox_pipelines.training.enqueue import enqueue_training
 
 TENANT_NAMES = ("demo-ash", "demo-birch", "demo-cedar", "demo-elm", "demo-fir")
@@ -84,6 +85,22 @@ class Proof:
         values = {key: value for key, value in vars(self).items() if key != "flaws"}
         values["seconds"] = round(self.seconds, 1)
         return {**values, "verified": not self.flaws, **({"flaws": self.flaws} if self.flaws else {})}
+
+
+def refuse_foreign_tenants(engine: Engine) -> None:
+    """The demonstration delivers to a service of its own, so nobody else's rows may be there.
+
+    Raises:
+        OutboxError: naming a tenant that is not the demonstration's.
+    """
+    with engine.connect() as connection:
+        names = [entry.tenant.name for entry in list_tenants(connection)]
+    foreign = [name for name in names if name not in TENANT_NAMES]
+    if foreign:
+        raise OutboxError(
+            f"tenant {foreign[0]!r} is registered in {describe(engine)}, and the demo would send its rows to a "
+            "service that is thrown away: run it without OUTBOX_DATABASE_URL, or with another OUTBOX_HOME"
+        )
 
 
 def prepare(engine: Engine) -> list[DemoTenant]:

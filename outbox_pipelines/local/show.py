@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from outbox_pipelines.local.demo import Proof, TenantCounts, prepare, prove, watch
+from outbox_pipelines.database.database import Database
+from outbox_pipelines.database.migrate import migrate
+from outbox_pipelines.local.demo import Proof, TenantCounts, prepare, prove, refuse_foreign_tenants, watch
 from outbox_pipelines.local.stack import Stack, running_stack
 from outbox_pipelines.settings import load_settings
 from outbox_pipelines.wording import counted
@@ -31,7 +33,12 @@ def run_demo(*, once: bool, quiet: bool, port: int | None) -> Proof:
     def discard(_line: str) -> None:
         """The processes' lines are in their log files."""
 
-    with running_stack(load_settings(), say=say, log=discard, port=port) as stack:
+    settings = load_settings()
+    with Database(settings) as database:
+        migrate(database.engine)
+        refuse_foreign_tenants(database.engine)
+    # Its own service, whatever is set: that one's models are what is proved.
+    with running_stack(settings, say=say, log=discard, port=port, reference_service=True) as stack:
         began = time.monotonic()
         say("enqueueing 1,250 real training rows and 2 that must be refused, for five tenants …")
         prepared = prepare(stack.database.engine)

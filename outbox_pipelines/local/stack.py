@@ -134,19 +134,27 @@ class Component:
 
 
 @contextmanager
-def running_stack(settings: Settings, *, say: Say, log: Say, port: int | None = None) -> Iterator[Stack]:
+def running_stack(
+    settings: Settings, *, say: Say, log: Say, port: int | None = None, reference_service: bool = False
+) -> Iterator[Stack]:
     """Start database, migrations, ML service, webserver and daemon; stop them at the end.
 
     Args:
-        settings: as the user gave them. Without ``OUTBOX_ML_TARGET`` a reference ML service
-            is started; without ``OUTBOX_DATABASE_URL`` the embedded server.
+        settings: as the user gave them. Without ``OUTBOX_DATABASE_URL`` the embedded server
+            is started, and then without ``OUTBOX_ML_TARGET`` the reference ML service.
         say: told what is being waited for.
         log: told every line that the processes print.
         port: the webserver's; 3000 or the next free one when not given.
+        reference_service: start the reference ML service whatever is set.
 
     Raises:
         OutboxError: saying which part failed, with its last lines.
     """
+    if not reference_service and settings.database_url is not None and "ml_target" not in settings.model_fields_set:
+        raise OutboxError(
+            "OUTBOX_DATABASE_URL names a database and OUTBOX_ML_TARGET no ML service: set it, so that the rows go "
+            "where they belong (the reference service is run with `outbox ml-service`)"
+        )
     with ExitStack() as stack, _signals_as_interrupt():
         home = settings.home.absolute()
         home.mkdir(parents=True, exist_ok=True)
@@ -171,7 +179,7 @@ def running_stack(settings: Settings, *, say: Say, log: Say, port: int | None = 
             components.append(component)
             return component
 
-        if "ml_target" not in settings.model_fields_set:
+        if reference_service or "ml_target" not in settings.model_fields_set:
             environment["OUTBOX_ML_TARGET"] = _start_ml_service(start, home, say)
         target = environment.get("OUTBOX_ML_TARGET", settings.ml_target)
         effective = settings.model_copy(update={"ml_target": target})

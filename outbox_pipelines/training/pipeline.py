@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError
 
 from outbox_pipelines.database.database import Database
 from outbox_pipelines.database.error_text import first_line
-from outbox_pipelines.settings import Settings, TrainMode
+from outbox_pipelines.settings import LOCAL_MODE, Settings, TrainMode
 from outbox_pipelines.tenants.registry import Tenant, UnknownTenant, get_tenant
 from outbox_pipelines.training import outbox
 from outbox_pipelines.training.backlog import Backlog, Standing, count_waiting, look, note_reachability
@@ -155,6 +155,8 @@ class TrainingPipeline:
             raise dg.Failure(unknown[0], allow_retries=False)
         if config.dry_run:
             return self._dry_run(context, tenants)
+        if self.settings.train_mode is TrainMode.LOCAL:
+            raise dg.Failure(f"{LOCAL_MODE}; no row was sent", allow_retries=False)
         sink = self.make_sink()
         try:
             report = Flusher(engine, sink, self.settings, run_id=context.run_id).flush(
@@ -193,7 +195,7 @@ class TrainingPipeline:
             set(context.instance.get_dynamic_partitions("tenants")), {entry.tenant.name for entry in backlog.tenants}
         )
         if self.settings.train_mode is TrainMode.LOCAL:
-            skip = self._nothing(backlog, "OUTBOX_TRAIN_MODE=local: flushing is off")
+            skip = self._nothing(backlog, LOCAL_MODE)
             return dg.SensorResult(skip_reason=skip, dynamic_partitions_requests=changes)
         due = backlog.due
         if due or backlog.standing(Standing.BACKING_OFF):

@@ -334,9 +334,11 @@ def test_the_reason_says_what_to_mend_when_the_service_refuses_us(
 def test_local_mode_lets_the_outbox_accumulate(
     engine: Engine, make_settings: MakeSettings, instance: dg.DagsterInstance
 ) -> None:
-    new_tenant(engine, rows=4)
-    told = reason(Pipeline(make_settings(train_mode="local"), instance).poll())
-    assert told == "OUTBOX_TRAIN_MODE=local: flushing is off; 4 rows of 1 tenant wait"
+    tenant = new_tenant(engine, rows=4)
+    local = Pipeline(make_settings(train_mode="local"), instance)
+    assert reason(local.poll()) == "OUTBOX_TRAIN_MODE=local: flushing is off; 4 rows of 1 tenant wait"
+    assert failure(local.run_tenant("acme")) == "OUTBOX_TRAIN_MODE=local: flushing is off; no row was sent"
+    assert waiting_ids(engine, tenant) == [1, 2, 3, 4]
 
 
 def test_nothing_waiting_is_said_as_a_fact(engine: Engine, pipeline: Pipeline) -> None:
@@ -431,6 +433,29 @@ def test_the_sensor_asks_a_constant_number_of_statements_for_500_tenants(
     assert statements() == few
     register(20)
     assert statements() <= 2 * few
+
+
+def test_a_dead_letter_put_back_as_the_readme_says_keeps_its_id(
+    engine: Engine, settings: Settings, service: ScriptedService
+) -> None:
+    tenant = new_tenant(engine, rows=2)
+    service.answer = lambda _request, context: context.abort(grpc.StatusCode.INVALID_ARGUMENT, "")  # type: ignore[return-value]
+    flush(engine, settings, tenant)
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    statement = readme.split("```sql\nWITH back")[1].split("```")[0]
+    with engine.begin() as connection:
+        connection.exec_driver_sql(("WITH back" + statement).replace("<schema>", tenant.schema).replace("123", "2"))
+    service.answer = ScriptedService().answer
+    flush(engine, settings, tenant)
+    assert ledger_ids(engine, tenant) == [2]
+    assert list(dead_letters(engine, tenant)) == [1]
+
+
+def test_a_sink_instead_of_a_function_that_makes_one_is_refused(settings: Settings) -> None:
+    from tests.memory_sink import MemorySink
+
+    with pytest.raises(TypeError, match="a function that makes a sink"):
+        build_definitions(sink=MemorySink(), settings=settings)  # type: ignore[arg-type]
 
 
 def test_a_users_own_sink_and_definitions_merge(engine: Engine, settings: Settings) -> None:
