@@ -1,15 +1,28 @@
 """The code location: what Dagster shows and runs. The only place that puts the parts together."""
 
+import warnings
+from collections.abc import Iterable
+
 import dagster as dg
 
 from outbox_pipelines.database.database import Database
+from outbox_pipelines.jobs.kinds import JobKind, Kinds, load_kinds
+from outbox_pipelines.jobs.pipeline import JobPipeline
 from outbox_pipelines.settings import Settings, load_settings
 from outbox_pipelines.training.grpc_sink import GrpcSink
 from outbox_pipelines.training.pipeline import TrainingPipeline
 from outbox_pipelines.training.sink import SinkFactory
 
+# Said again whenever Dagster copies a definition; their loss would cost a label.
+warnings.filterwarnings("ignore", message="Parameter `owners`", category=dg.BetaWarning)
 
-def build_definitions(*, sink: SinkFactory | None = None, settings: Settings | None = None) -> dg.Definitions:
+
+def build_definitions(
+    *,
+    kinds: Iterable[JobKind] | None = None,
+    sink: SinkFactory | None = None,
+    settings: Settings | None = None,
+) -> dg.Definitions:
     """The package's definitions, to be used alone or merged with a user's own.
 
     >>> import dagster as dg
@@ -17,10 +30,12 @@ def build_definitions(*, sink: SinkFactory | None = None, settings: Settings | N
     >>> defs = dg.Definitions.merge(build_definitions(), dg.Definitions(assets=[]))
 
     Args:
+        kinds: the background jobs that are served; those that ``OUTBOX_KINDS`` names when not given.
         sink: makes the destination for training rows; gRPC to ``OUTBOX_ML_TARGET`` when not given.
         settings: read from the environment when not given.
 
     Raises:
+        InvalidKind: naming the kind, what is wrong and what is allowed.
         InvalidSettings: naming each variable, its value and what is allowed.
         TypeError: for a sink instead of a function that makes one.
     """
@@ -31,7 +46,8 @@ def build_definitions(*, sink: SinkFactory | None = None, settings: Settings | N
     settings = settings or load_settings()
     database = Database(settings)
     training = TrainingPipeline(settings, database, sink or (lambda: GrpcSink(settings)))
-    return training.definitions()
+    jobs = JobPipeline(settings, database, load_kinds(settings.kinds) if kinds is None else Kinds(kinds))
+    return dg.Definitions.merge(training.definitions(), jobs.definitions())
 
 
 defs = build_definitions()

@@ -111,6 +111,42 @@ class Settings(BaseSettings):
         description="Bytes of JSON that `enqueue_training` accepts in one example.",
     )
 
+    # Job outbox
+    kinds: str | None = Field(
+        None,
+        description="Where the job kinds are, `module:attribute`: a list of `JobKind`. Unset: `outbox worker` and the "
+        "shipped code location serve none.",
+    )
+    recovery_seconds: int = Field(
+        60, ge=5, le=3600, description="Seconds between two recoveries of lost leases and lost publishes."
+    )
+    publish_timeout_seconds: float = Field(
+        120, ge=5, le=86_400, description="Seconds after which a published job that no run came for is published again."
+    )
+    max_payload_bytes: int = Field(
+        1024 * 1024,
+        ge=2,
+        le=256 * 1024 * 1024,
+        description="Bytes of JSON that `enqueue_job` accepts in one payload.",
+    )
+    worker_poll_seconds: float = Field(
+        1,
+        ge=0.05,
+        le=3600,
+        description="Seconds between two looks of an idle `outbox worker`; a notification is faster.",
+    )
+    worker_prefetch: int = Field(
+        200, ge=0, le=10_000, description="Jobs of a kind that a worker claims ahead of its consumers; 0: none."
+    )
+    worker_grace_seconds: float = Field(
+        30, ge=0, le=86_400, description="Seconds that running jobs are given when a worker is told to stop."
+    )
+    ui_url: str = Field(
+        "http://127.0.0.1:3000",
+        pattern=r"^https?://\S+$",
+        description="Address of the Dagster UI, for the links that commands print.",
+    )
+
     # ML service
     ml_target: str = Field("127.0.0.1:50051", min_length=1, description="gRPC address of the ML service, `host:port`.")
     ml_deadline_seconds: float = Field(10, ge=0.05, le=600, description="Seconds one `TrainBatch` call may take.")

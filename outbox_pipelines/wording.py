@@ -5,7 +5,7 @@ from datetime import timedelta
 
 def counted(count: int, noun: str) -> str:
     """``1 row``, ``4,210 rows``, ``3 batches``."""
-    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    plural = f"{noun}es" if noun.endswith(("ch", "sh")) else f"{noun}s"
     return f"{count:,} {noun if count == 1 else plural}"
 
 

@@ -70,20 +70,7 @@ class StepThreads:
         return self.submit(step).result()
 
     def _persistently(self, step: Callable[[Connection], Result]) -> Result:
-        began = time.monotonic()
-        pause = _FIRST_PAUSE_SECONDS
-        while True:
-            try:
-                return self._once(step)
-            except DBAPIError as error:
-                seconds = min(self._retry_seconds, _LAST_TRY_SECONDS) if self._give_up.is_set() else self._retry_seconds
-                if not is_passing(error) or time.monotonic() + pause > began + seconds:
-                    raise
-            if not self._give_up.wait(pause):
-                pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
-            else:
-                # The event is set and will not make us wait any more.
-                time.sleep(_FIRST_PAUSE_SECONDS)
+        return persistently(lambda: self._once(step), retry_seconds=self._retry_seconds, give_up=self._give_up)
 
     def _once(self, step: Callable[[Connection], Result]) -> Result:
         connection = getattr(self._local, "connection", None)
@@ -99,6 +86,30 @@ class StepThreads:
             self._connections.discard(connection)
             connection.close()
             raise
+
+
+def persistently(once: Callable[[], Result], *, retry_seconds: float, give_up: threading.Event) -> Result:
+    """Run something that may be repeated, again and again while the server is away.
+
+    Args:
+        once: opens its own connection each time.
+        retry_seconds: for how long it is tried (monotonic clock).
+        give_up: cuts that short.
+    """
+    began = time.monotonic()
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            return once()
+        except DBAPIError as error:
+            seconds = min(retry_seconds, _LAST_TRY_SECONDS) if give_up.is_set() else retry_seconds
+            if not is_passing(error) or time.monotonic() + pause > began + seconds:
+                raise
+        if not give_up.wait(pause):
+            pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
+        else:
+            # The event is set and will not make us wait any more.
+            time.sleep(_FIRST_PAUSE_SECONDS)
 
 
 def is_passing(error: DBAPIError) -> bool:

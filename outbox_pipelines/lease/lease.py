@@ -74,7 +74,9 @@ def claim(
     seconds: float,
     token: UUID | None = None,
     only_if: str = "true",
+    also_set: str = "",
     returning: str = "true AS claimed",
+    parameters: Mapping[str, object] | None = None,
 ) -> tuple[Lease, Row[Any]] | Refused:
     """Take the lease on a row when it is free or has expired.
 
@@ -86,7 +88,9 @@ def claim(
         seconds: how long the lease lasts.
         token: give the same one to repeat a claim whose outcome is unknown.
         only_if: a further SQL condition on the row.
+        also_set: SQL assignments of other columns, made with the claim.
         returning: SQL expressions of the claimed row to return.
+        parameters: those that the given SQL names.
     """
     lease = Lease(table, key, token or uuid4(), seconds)
     row = connection.execute(
@@ -94,13 +98,13 @@ def claim(
             UPDATE {table.name}
             SET lease_token = :token,
                 lease_expires_at = clock_timestamp() + make_interval(secs => :seconds),
-                lease_holder = :holder
+                lease_holder = :holder {"," if also_set else ""} {also_set}
             WHERE {table.key} = :key
               AND (lease_token IS NULL OR lease_expires_at <= clock_timestamp() OR lease_token = :token)
               AND ({only_if})
             RETURNING {returning}
         """),
-        {"token": lease.token, "seconds": seconds, "holder": holder, "key": key},
+        {**(parameters or {}), "token": lease.token, "seconds": seconds, "holder": holder, "key": key},
     ).one_or_none()
     return _refusal(connection, lease) if row is None else (lease, row)
 
@@ -135,46 +139,46 @@ def renew(connection: Connection, leases: Iterable[Lease]) -> Renewal:
     Rows that others have locked are skipped, so that one of them does not cost the leases on
     all the others; whether they are still ours is read without a lock.
     """
-    held = {lease.token: lease for lease in leases}
+    # One claim may have taken several rows under one token.
+    held = {(lease.key, lease.token): lease for lease in leases}
     if not held:
         return Renewal(set(), set())
     table = next(iter(held.values())).table
-    renewed = set(
-        connection.execute(
-            text(f"""
-                WITH mine AS (
-                    SELECT leased.{table.key} AS key, held.seconds
-                    FROM unnest(CAST(:keys AS {table.key_type}[]), CAST(:tokens AS uuid[]), CAST(:seconds AS float8[]))
-                         AS held (key, token, seconds)
-                    JOIN {table.name} AS leased
-                      ON leased.{table.key} = held.key AND leased.lease_token = held.token
-                    FOR UPDATE OF leased SKIP LOCKED
-                )
-                UPDATE {table.name} AS leased
-                SET lease_expires_at = clock_timestamp() + make_interval(secs => mine.seconds)
-                FROM mine WHERE leased.{table.key} = mine.key
-                RETURNING leased.lease_token
-            """),
-            {
-                "keys": [lease.key for lease in held.values()],
-                "tokens": list(held),
-                "seconds": [lease.seconds for lease in held.values()],
-            },
-        ).scalars()
+    pairs = f"unnest(CAST(:keys AS {table.key_type}[]), CAST(:tokens AS uuid[]))"
+    renewed = connection.execute(
+        text(f"""
+            WITH mine AS (
+                SELECT leased.{table.key} AS key, held.seconds
+                FROM unnest(CAST(:keys AS {table.key_type}[]), CAST(:tokens AS uuid[]), CAST(:seconds AS float8[]))
+                     AS held (key, token, seconds)
+                JOIN {table.name} AS leased
+                  ON leased.{table.key} = held.key AND leased.lease_token = held.token
+                FOR UPDATE OF leased SKIP LOCKED
+            )
+            UPDATE {table.name} AS leased
+            SET lease_expires_at = clock_timestamp() + make_interval(secs => mine.seconds)
+            FROM mine WHERE leased.{table.key} = mine.key
+            RETURNING leased.{table.key}, leased.lease_token
+        """),
+        {
+            "keys": [key for key, _ in held],
+            "tokens": [token for _, token in held],
+            "seconds": [lease.seconds for lease in held.values()],
+        },
     )
-    unsure = held.keys() - renewed
-    still_ours: set[UUID] = set()
+    kept = {held[key, token] for key, token in renewed}
+    unsure = [lease for lease in held.values() if lease not in kept]
+    still_ours: set[Lease] = set()
     if unsure:
-        still_ours = set(
-            connection.execute(
-                text(f"SELECT lease_token FROM {table.name} WHERE lease_token = ANY (:tokens)"),
-                {"tokens": list(unsure)},
-            ).scalars()
+        found = connection.execute(
+            text(f"""
+                SELECT leased.{table.key}, leased.lease_token FROM {pairs} AS held (key, token)
+                JOIN {table.name} AS leased ON leased.{table.key} = held.key AND leased.lease_token = held.token
+            """),
+            {"keys": [lease.key for lease in unsure], "tokens": [lease.token for lease in unsure]},
         )
-    return Renewal(
-        renewed={lease for token, lease in held.items() if token in renewed},
-        lost={held[token] for token in unsure - still_ours},
-    )
+        still_ours = {held[key, token] for key, token in found}
+    return Renewal(renewed=kept, lost=set(unsure) - still_ours)
 
 
 def release(

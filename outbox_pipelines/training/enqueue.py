@@ -1,33 +1,22 @@
 """Write training examples into a tenant's outbox, inside the application's own transaction."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 from uuid import UUID
 
 import psycopg
-from sqlalchemy import ARRAY, Connection, Text, cast, column, func, insert, quoted_name, select, table
+from sqlalchemy import ARRAY, Text, cast, column, func, insert, quoted_name, select, table
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.orm import Session, scoped_session
 
 from outbox_pipelines.database.error_text import forget_payload
+from outbox_pipelines.database.json_text import JsonObject, Unstorable, encode_object
 from outbox_pipelines.database.quoting import quote_identifier
+from outbox_pipelines.database.session import Transaction, connection_of
 from outbox_pipelines.errors import OutboxError
 from outbox_pipelines.settings import load_settings
 from outbox_pipelines.tenants.registry import Tenant, get_tenant
 
-Example = Mapping[str, Any]
-"""A JSON object: string keys, and values of null, booleans, finite numbers, strings, lists, objects."""
-
-
-Transaction = Session | scoped_session[Session] | Connection
-"""What an application has in its hand inside a transaction. (An ``AsyncSession`` offers its
-``Session`` through ``run_sync``.)"""
-
-
-_MAX_DEPTH = 200
-"""Levels of nesting. More would exhaust a stack, Python's or the server's, at a depth that varies."""
+Example = JsonObject
 
 
 class InvalidExample(OutboxError):
@@ -60,7 +49,7 @@ def enqueue_training(
         InvalidExample: naming the example by its place; nothing was written.
         UnknownTenant: when there is none.
     """
-    connection = _connection(session)
+    connection = connection_of(session)
     texts = list(_encode(examples, max_bytes))
     found = get_tenant(connection, tenant)
     if not texts:
@@ -97,7 +86,7 @@ def copy_training(
     Raises:
         InvalidExample: the transaction can no longer be committed, so nothing is kept.
     """
-    connection = _connection(session)
+    connection = connection_of(session)
     found = get_tenant(connection, tenant)
     driver = connection.connection.driver_connection
     if not isinstance(driver, psycopg.Connection):
@@ -121,67 +110,12 @@ def copy_training(
     return count
 
 
-def _connection(session: Transaction) -> Connection:
-    return session if isinstance(session, Connection) else session.connection()
-
-
 def _encode(examples: Iterable[Example], max_bytes: int | None) -> Iterator[str]:
     limit = load_settings().max_example_bytes if max_bytes is None else max_bytes
     if isinstance(examples, Mapping | str | bytes):
         raise InvalidExample(f"examples must be a list of JSON objects, not one {type(examples).__name__}")
     for place, example in enumerate(examples):
         try:
-            yield _encode_one(example, limit)
-        except _Flaw as flaw:
+            yield encode_object(example, max_bytes=limit, variable="OUTBOX_MAX_EXAMPLE_BYTES")
+        except Unstorable as flaw:
             raise InvalidExample(f"example {place} cannot be stored: {flaw}; no example of this call was") from None
-
-
-class _Flaw(Exception):
-    """What is wrong with one example."""
-
-
-def _encode_one(example: Example, limit: int) -> str:
-    if not isinstance(example, Mapping):
-        raise _Flaw(f"it is a {type(example).__name__}, and must be a JSON object (a dict)")
-    try:
-        _check(example)
-        text = json.dumps(dict(example), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_refuse)
-    except ValueError as error:
-        told = "a number is NaN or infinite" if "JSON compliant" in str(error) else str(error)
-        raise _Flaw(f"{told}, which JSON cannot say") from None
-    except TypeError as error:
-        raise _Flaw(str(error)) from None
-    except RecursionError:
-        raise _Flaw("it is nested too deeply") from None
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError:
-        raise _Flaw("a text or key holds half of a surrogate pair, which is not valid Unicode") from None
-    if size > limit:
-        raise _Flaw(f"it is {size:,} bytes of JSON, more than the {limit:,} allowed (OUTBOX_MAX_EXAMPLE_BYTES)")
-    return text
-
-
-def _check(value: object, depth: int = 0) -> None:
-    """Find what json.dumps lets through and PostgreSQL does not, or what would change silently."""
-    if isinstance(value, str):
-        if "\x00" in value:
-            raise _Flaw("a text or key holds the character NUL, which PostgreSQL cannot store")
-        return
-    if not isinstance(value, Mapping | list | tuple):
-        return
-    if depth > _MAX_DEPTH:
-        raise _Flaw(f"it is nested too deeply (more than {_MAX_DEPTH} levels)")
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise _Flaw(f"a key is a {type(key).__name__}, and must be a text")
-            _check(key)
-            _check(item, depth + 1)
-        return
-    for item in value:
-        _check(item, depth + 1)
-
-
-def _refuse(value: object) -> object:
-    raise TypeError(f"a value is a {type(value).__name__}, which JSON cannot say")

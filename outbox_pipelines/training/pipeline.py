@@ -1,6 +1,5 @@
 """The training outbox in Dagster: partitions, flush jobs and the sensor that polls."""
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -22,9 +21,6 @@ from outbox_pipelines.training.outcome import Ending
 from outbox_pipelines.training.report import ending_words, failure_line, standings, tenant_line
 from outbox_pipelines.training.sink import SinkFactory
 from outbox_pipelines.wording import counted
-
-# Said again whenever Dagster copies a definition; their loss would cost a label.
-warnings.filterwarnings("ignore", message="Parameter `owners`", category=dg.BetaWarning)
 
 TENANT_TAG = "outbox/tenant"
 TRIGGER_TAG = "outbox/trigger"

@@ -25,6 +25,9 @@ from outbox_pipelines.settings import load_settings
 from outbox_pipelines.tenants.registry import add_tenant
 from tests.outboxes import new_tenant, wait_until
 
+CONTROL_TABLES = 7
+"""The version's, the registry's and health, the ledgers, messages and servers."""
+
 
 @pytest.fixture
 def empty(empty_database_url: str) -> Iterator[Engine]:
@@ -101,7 +104,7 @@ def test_a_fresh_database_is_migrated_and_a_second_time_changes_nothing(empty: E
     assert migrate(empty) == 1
     require_migrated(empty)
     before = tables(empty)
-    assert before == {"outbox": 4}
+    assert before == {"outbox": CONTROL_TABLES}
     assert migrate(empty) == 0
     assert tables(empty) == before
 
@@ -109,7 +112,7 @@ def test_a_fresh_database_is_migrated_and_a_second_time_changes_nothing(empty: E
 def test_every_tenants_schema_is_migrated(engine: Engine) -> None:
     register_unmigrated(engine, "tenant_A", 'tenant_x"y', "100%")
     assert migrate(engine) == 3
-    assert tables(engine) == {"outbox": 4, "tenant_A": 3, 'tenant_x"y': 3, "100%": 3}
+    assert tables(engine) == {"outbox": CONTROL_TABLES, "tenant_A": 3, 'tenant_x"y': 3, "100%": 3}
     assert migrate(engine) == 0
 
 
@@ -118,7 +121,7 @@ def test_two_processes_on_an_empty_database_migrate_it_once(empty: Engine) -> No
         # Both come to the point where the schema is made, and wait: for us, or for each other.
         connection.exec_driver_sql("CREATE SCHEMA outbox")
         assert migrate_in_two_processes(empty, connection) == [0, 1]
-    assert tables(empty) == {"outbox": 4}
+    assert tables(empty) == {"outbox": CONTROL_TABLES}
 
 
 def test_two_processes_with_several_tenants_migrate_each_once(engine: Engine) -> None:
@@ -127,7 +130,7 @@ def test_two_processes_with_several_tenants_migrate_each_once(engine: Engine) ->
     with engine.connect() as connection:
         connection.exec_driver_sql("LOCK TABLE outbox.tenants")
         assert sum(migrate_in_two_processes(engine, connection)) == len(schemas)
-    assert tables(engine) == {"outbox": 4, **dict.fromkeys(schemas, 3)}
+    assert tables(engine) == {"outbox": CONTROL_TABLES, **dict.fromkeys(schemas, 3)}
 
 
 def test_threads_that_register_tenants_at_once_do_not_mix_their_schemas(engine: Engine) -> None:
@@ -148,7 +151,7 @@ def test_threads_that_register_tenants_at_once_do_not_mix_their_schemas(engine: 
     for thread in threads:
         thread.join()
     assert failures == []
-    assert tables(engine) == {"outbox": 4, **{f"tenant_{number}": 3 for number in range(8)}}
+    assert tables(engine) == {"outbox": CONTROL_TABLES, **{f"tenant_{number}": 3 for number in range(8)}}
 
 
 def test_a_database_that_is_not_migrated_is_told_with_the_command_that_mends_it(empty: Engine) -> None:
@@ -177,7 +180,7 @@ def test_a_tenant_of_a_newer_version_is_told_by_its_schemas_name_and_left_alone(
         migrate(engine)
     with pytest.raises(DatabaseNewer), engine.begin() as connection:
         migrate_tenant(connection, tenant.schema)
-    assert tables(engine) == {"outbox": 4, "tenant_A": 3, "tenant_0": 3, "tenant_z": 3}
+    assert tables(engine) == {"outbox": CONTROL_TABLES, "tenant_A": 3, "tenant_0": 3, "tenant_z": 3}
     with engine.connect() as connection:
         assert connection.execute(text('SELECT version_num FROM "tenant_A".ml_outbox_version')).scalar_one() == "9999"
         assert connection.execute(text('SELECT count(*) FROM "tenant_A".ml_outbox')).scalar_one() == 3
@@ -199,7 +202,7 @@ def test_a_tenant_whose_schema_is_missing_does_not_stop_the_others(engine: Engin
     with engine.begin() as connection:
         connection.exec_driver_sql("DROP SCHEMA tenant_b")
     assert migrate(engine) == 2
-    assert tables(engine) == {"outbox": 4, "tenant_a": 3, "tenant_c": 3}
+    assert tables(engine) == {"outbox": CONTROL_TABLES, "tenant_a": 3, "tenant_c": 3}
 
 
 def test_a_migration_that_fails_half_way_leaves_nothing(empty: Engine) -> None:
@@ -220,7 +223,7 @@ def test_a_tenant_that_cannot_be_migrated_is_told_and_stops_nobody(engine: Engin
         connection.exec_driver_sql("CREATE TABLE tenant_b.ml_outbox_version (in_the_way text)")
     with pytest.raises(TenantsNotMigrated, match=r"1 of 3 tenants .*\n  tenant_b: column .* does not exist"):
         migrate(engine)
-    assert tables(engine) == {"outbox": 4, "tenant_a": 3, "tenant_b": 1, "tenant_c": 3}
+    assert tables(engine) == {"outbox": CONTROL_TABLES, "tenant_a": 3, "tenant_b": 1, "tenant_c": 3}
 
 
 @pytest.mark.parametrize("name", ["ml_outbox", "ml_outbox_dead"])
@@ -231,7 +234,7 @@ def test_a_table_of_the_applications_own_with_our_name_is_refused_and_not_taken_
         connection.exec_driver_sql(f"CREATE SCHEMA shop; CREATE TABLE shop.{name} (of_another_shape text)")
     with pytest.raises(ForeignTable, match=f"'shop' already has a table {name} "), engine.begin() as connection:
         add_tenant(connection, "acme", schema="shop")
-    assert tables(engine) == {"outbox": 4, "shop": 1}
+    assert tables(engine) == {"outbox": CONTROL_TABLES, "shop": 1}
 
 
 def test_waiting_for_a_migration_leaves_the_callers_timeouts_as_they_were(engine: Engine) -> None:
@@ -246,7 +249,7 @@ def test_a_tenants_schema_goes_with_the_callers_transaction(engine: Engine) -> N
     with engine.connect() as connection:
         add_tenant(connection, "acme", schema="tenant_a")
         connection.rollback()
-    assert tables(engine) == {"outbox": 4}
+    assert tables(engine) == {"outbox": CONTROL_TABLES}
 
 
 def test_no_lock_is_left_behind(engine: Engine) -> None:

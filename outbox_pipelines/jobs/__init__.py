@@ -1,0 +1,1 @@
+"""The job outbox: background jobs of several kinds, each under a lease."""

@@ -1,0 +1,327 @@
+"""One attempt: the handler is called, watched, stopped when it must be, and its end is judged."""
+
+import ctypes
+import inspect
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import psycopg
+from sqlalchemy import Engine
+from sqlalchemy.exc import SQLAlchemyError, StatementError
+
+from outbox_pipelines.database.error_text import error_text, first_line
+from outbox_pipelines.database.steps import persistently
+from outbox_pipelines.jobs.context import GiveUp, JobContext
+from outbox_pipelines.jobs.domain import Standing
+from outbox_pipelines.jobs.keeper import LeaseKeeper
+from outbox_pipelines.jobs.kinds import JobKind
+from outbox_pipelines.jobs.message import AttemptOutcome, Claimed, Settlement
+from outbox_pipelines.jobs.outbox import ended_as
+from outbox_pipelines.lease.lease import LeaseLost
+from outbox_pipelines.wording import counted
+
+_logger = logging.getLogger(__name__)
+
+HEED_SECONDS = 1.0
+"""How long a handler has to notice that it is cancelled, before it is interrupted."""
+
+ABANDON_SECONDS = 2.0
+"""How long an interrupted handler may take to end, before nobody waits for it any more."""
+
+_LEASE_LOOK_SECONDS = 1.0
+
+
+class Stop(StrEnum):
+    """Why a handler is stopped."""
+
+    LOST = "lease lost"
+    """The lease is somebody else's, or may be: nothing more is written."""
+
+    TIMED_OUT = "timed out"
+    """The kind's timeout has passed."""
+
+    INTERRUPTED = "interrupted"
+    """The run was terminated, or the worker told to stop."""
+
+
+class HandlerStopped(BaseException):
+    """Raised inside a handler that did not notice that it is cancelled."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an attempt ended."""
+
+    claimed: Claimed
+    outcome: AttemptOutcome
+
+    ran: float
+    """Seconds that the handler ran."""
+
+    settlement: Settlement | None
+    """What is still to be written; none when the lease is lost, or the handler has completed the job itself."""
+
+    error: str | None = None
+    """For the table: the text of the error at the bottom of its causes."""
+
+    line: str | None = None
+    """For runs and logs: its first line, without what a database error quotes."""
+
+    trace: str | None = None
+    """Where the handler raised: its frames, without the error's text."""
+
+
+class Execution:
+    """An attempt under way: :meth:`run` in the handler's thread, :meth:`watch` from another.
+
+    Args:
+        kind: of the job.
+        claimed: the message.
+        engine: for the handler's sessions and its progress.
+        keeper: holds the lease.
+        holder: who we are, for the ledger.
+        on_progress: told of the handler's progress, in the handler's thread.
+    """
+
+    def __init__(
+        self,
+        kind: JobKind,
+        claimed: Claimed,
+        *,
+        engine: Engine,
+        keeper: LeaseKeeper,
+        holder: str,
+        on_progress: Callable[[str, float | None], None] = lambda _step, _fraction: None,
+    ) -> None:
+        self.claimed = claimed
+        self._kind = kind
+        self._engine = engine
+        self._keeper = keeper
+        self._context = JobContext(
+            claimed, engine=engine, domain=kind.domain, holder=holder, on_progress=self._note(on_progress)
+        )
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        self._why: Stop | None = None
+        self._stopped_at = 0.0
+        self._raised = False
+        self._ended = False
+        self._began_at = time.monotonic()
+        self._looked_at = self._began_at
+        self.progressed_at = self._began_at
+        """When the handler began or last told of progress (monotonic)."""
+
+    def run(self) -> Ended | None:
+        """Call the handler; none when nobody waits for its end any more (see :meth:`abandon`)."""
+        self._began_at = self._looked_at = self.progressed_at = time.monotonic()
+        try:
+            early = self._without_handler()
+            ended = early if early is not None else self._with_handler()
+        except BaseException as error:  # whatever a handler, its classes or its database raise is told
+            ended = replace(self._judge(error), trace="".join(traceback.format_tb(error.__traceback__)))
+        return ended if self._end() else None
+
+    def watch(self) -> bool:
+        """Stop the handler when it is time to; to be called a few times a second.
+
+        Returns:
+            Whether to go on waiting; otherwise the attempt is to be abandoned.
+        """
+        now = time.monotonic()
+        if self._why is None:
+            if now >= self._began_at + self._kind.timeout:
+                self.stop(Stop.TIMED_OUT)
+            elif now >= self._looked_at + _LEASE_LOOK_SECONDS:
+                self._looked_at = now
+                if not self._keeper.is_held(self.claimed.lease):
+                    self.stop(Stop.LOST)
+            return True
+        if now < self._stopped_at + HEED_SECONDS:
+            return True
+        self._raise_inside()
+        return now < self._stopped_at + HEED_SECONDS + ABANDON_SECONDS
+
+    def stop(self, why: Stop) -> None:
+        """Tell the handler to stop; the first reason stays."""
+        with self._lock:
+            if self._why is None:
+                self._why, self._stopped_at = why, time.monotonic()
+        self._context.cancel()
+
+    def abandon(self) -> Ended | None:
+        """Wait no longer: the end as the reason for stopping has it; none when it has ended by itself."""
+        if not self._end():
+            return None
+        _logger.warning(
+            "kind %s: the handler of message %s does not end and is left to itself",
+            self._kind.name,
+            self.claimed.message_id,
+        )
+        return self._stopped_end()
+
+    def _end(self) -> bool:
+        with self._lock:
+            first, self._ended = not self._ended, True
+            return first
+
+    def _note(self, on_progress: Callable[[str, float | None], None]) -> Callable[[str, float | None], None]:
+        def note(step: str, fraction: float | None) -> None:
+            self.progressed_at = time.monotonic()
+            on_progress(step, fraction)
+
+        return note
+
+    # The handler
+
+    def _without_handler(self) -> Ended | None:
+        if not self._keeper.is_held(self.claimed.lease):
+            # It may have waited in memory for a while.
+            return self._lost()
+        limit = self._kind.attempts
+        if self.claimed.attempt > limit:
+            reason = f"given up after {counted(limit, 'attempt')}: the last one's worker died or lost its lease"
+            return self._settled(AttemptOutcome.GIVEN_UP, reason)
+        domain, job_id = self._kind.domain, self.claimed.job_id
+        if domain is None or job_id is None:
+            return None
+        with self._engine.begin() as connection:
+            standing = domain.standing(connection, job_id)
+        if standing is Standing.MISSING:
+            return self._settled(AttemptOutcome.GIVEN_UP, f"there is no job with the id {job_id!r} in the domain table")
+        if standing is Standing.CANCELLED:
+            return self._settled(AttemptOutcome.CANCELLED, "its domain job was cancelled")
+        if standing is Standing.SUCCEEDED:
+            return self._settled(AttemptOutcome.SUCCEEDED)
+        return None
+
+    def _with_handler(self) -> Ended:
+        try:
+            with self._lock:
+                self._thread = threading.get_ident()
+            try:
+                returned = self._kind.handler(self._context)
+            finally:
+                self._leave()
+        finally:
+            # Again, should the interruption have come just there; it comes once.
+            self._leave()
+        return self._judge_return(returned)
+
+    def _leave(self) -> None:
+        with self._lock:
+            if self._thread is not None:
+                # One that was sent and has not arrived must not arrive in our own code.
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
+            self._thread = None
+
+    def _raise_inside(self) -> None:
+        with self._lock:
+            if self._raised or self._thread is None:
+                return
+            self._raised = True
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(HandlerStopped))
+
+    # The judgement
+
+    def _judge_return(self, returned: object) -> Ended:
+        completed = self._completed()
+        if completed is not None:
+            return completed
+        if self._context.completing:
+            return self._failed("complete_in was called, but its transaction was not committed")
+        if self._why is not None and (self._context.heeded or self._raised):
+            return self._stopped_end()
+        if inspect.isawaitable(returned) or inspect.isgenerator(returned):
+            what = "a coroutine" if inspect.isawaitable(returned) else "a generator"
+            if inspect.iscoroutine(returned):
+                returned.close()
+            return self._settled(
+                AttemptOutcome.GIVEN_UP, f"the handler returned {what}, whose code did not run: call it to its end"
+            )
+        if returned is not None:
+            _logger.warning(
+                "kind %s: the handler returned a %s, which is ignored; it succeeds by returning and fails by raising",
+                self._kind.name,
+                type(returned).__name__,
+            )
+        return self._settled(AttemptOutcome.SUCCEEDED)
+
+    def _judge(self, error: BaseException) -> Ended:
+        completed = self._completed()
+        if completed is not None:
+            return completed
+        if self._why is not None and (self._context.heeded or self._raised):
+            return self._stopped_end()
+        if isinstance(error, LeaseLost):
+            return self._lost()
+        if isinstance(error, GiveUp):
+            return self._settled(AttemptOutcome.GIVEN_UP, error_text(error), line=first_line(error))
+        cause, seen = error, {id(error)}
+        while cause.__cause__ is not None and id(cause.__cause__) not in seen:
+            # `raise error from error` makes a circle.
+            cause = cause.__cause__
+            seen.add(id(cause))
+        name = type(cause).__name__
+        text = error_text(cause)
+        return self._failed(text if text == name else f"{name}: {text}", line=_shown(cause))
+
+    def _stopped_end(self) -> Ended:
+        if self._why is Stop.LOST:
+            return self._lost()
+        if self._why is Stop.TIMED_OUT:
+            return self._failed(f"the attempt took longer than the kind's timeout of {self._kind.timeout:g} s")
+        return self._settled(AttemptOutcome.INTERRUPTED, "the run was terminated, or the worker told to stop")
+
+    def _completed(self) -> Ended | None:
+        """The end, when the handler has completed the job in a transaction of its own."""
+        if not self._context.completing:
+            return None
+
+        def ask() -> AttemptOutcome | None:
+            with self._engine.connect() as connection:
+                return ended_as(connection, [self.claimed]).get(self.claimed.message_id)
+
+        try:
+            known = persistently(ask, retry_seconds=self.claimed.lease.seconds, give_up=threading.Event())
+        except SQLAlchemyError:
+            # Nobody can tell whether it is completed, so nothing is written; if not, its lease ends.
+            return self._lost()
+        if known is not AttemptOutcome.SUCCEEDED:
+            return None
+        return Ended(self.claimed, AttemptOutcome.SUCCEEDED, self._ran(), settlement=None)
+
+    def _failed(self, error: str, *, line: str | None = None) -> Ended:
+        attempt, limit = self.claimed.attempt, self._kind.attempts
+        if attempt < limit:
+            return self._settled(AttemptOutcome.FAILED, error, line=line, delay=self._kind.backoff.seconds(attempt))
+        reason = f"given up after {counted(limit, 'attempt')}; the last error: "
+        return self._settled(AttemptOutcome.GIVEN_UP, reason + error, line=reason + (line or error))
+
+    def _settled(
+        self, outcome: AttemptOutcome, error: str | None = None, *, line: str | None = None, delay: float = 0.0
+    ) -> Ended:
+        kept = None if error is None else error_text(error)
+        settlement = Settlement(self.claimed, outcome, kept, delay)
+        return Ended(self.claimed, outcome, self._ran(), settlement, kept, line or kept)
+
+    def _lost(self) -> Ended:
+        return Ended(self.claimed, AttemptOutcome.LOST, self._ran(), settlement=None)
+
+    def _ran(self) -> float:
+        return time.monotonic() - self._began_at
+
+
+def _shown(cause: BaseException) -> str:
+    """An error's line for runs and logs. What a database says may quote a row or a parameter."""
+    name = type(cause).__name__
+    driver_error = cause.orig if isinstance(cause, StatementError) else cause
+    if isinstance(cause, StatementError) or isinstance(driver_error, psycopg.Error):
+        state = getattr(driver_error, "sqlstate", None)
+        return f"{type(driver_error or cause).__name__}{f' ({state})' if state else ''}; its text is in the database"
+    line = first_line(cause)
+    return line if line == name else f"{name}: {line}"

@@ -1,0 +1,325 @@
+"""The SQL that claims, ends and moves messages: all of this part's locking is here.
+
+Why it is safe, in READ COMMITTED:
+
+- A message is claimed by an UPDATE that finds it in a state in which nobody works on it, and
+  locks it. Whoever comes second waits (by id) or passes it by (SKIP LOCKED), and then checks
+  its condition on the row as the first left it.
+- Whatever a worker writes about its message says ``lease_token = <its token>``. A message that
+  was recovered, cancelled or claimed anew has another token or none, and the write touches no
+  row. The same holds for a publisher and ``publish_token``.
+- Each ended claim appends its line to the ledger in the statement that ends it: both happen,
+  or neither does.
+- Statements over several messages lock with SKIP LOCKED, or touch only rows whose token is the
+  caller's: no two of them wait for each other.
+- Every instant is the database's.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Connection, Row, text
+
+from outbox_pipelines.database.error_text import error_text
+from outbox_pipelines.jobs.message import (
+    MESSAGES,
+    AttemptOutcome,
+    Care,
+    Claimed,
+    NotClaimed,
+    Outcome,
+    Refusal,
+    Settlement,
+    State,
+)
+from outbox_pipelines.lease.lease import Lease, Refused
+from outbox_pipelines.lease.lease import claim as claim_lease
+
+EXPIRED_AT_ONCE = 1_000
+"""Lost leases that one statement recovers."""
+
+# What every claim does besides taking the lease. The same token again is the same claim, repeated
+# because its first outcome was unknown: it counts once.
+_CLAIMED = """
+    state = 'Processing', publish_token = NULL, last_error = NULL, parked = false, step = NULL, fraction = NULL,
+    processing_attempts = processing_attempts + CASE WHEN lease_token = :token THEN 0 ELSE 1 END,
+    claims = claims + CASE WHEN lease_token = :token THEN 0 ELSE 1 END,
+    claimed_at = CASE WHEN lease_token = :token THEN claimed_at ELSE clock_timestamp() END
+"""
+_CLAIM = """
+    {table}.message_id, {table}.kind, {table}.job_id, {table}.payload, {table}.processing_attempts, {table}.claims,
+    greatest(0, extract(epoch FROM {table}.claimed_at - {table}.available_at))::float8 AS waited
+"""
+
+
+def claim_message(
+    connection: Connection, message_id: int, *, kind: str, holder: str, seconds: float, token: UUID
+) -> Claimed | NotClaimed:
+    """Claim one message: a run's first step.
+
+    Claimable are Published and Publishing messages, Pending ones that are due, and Processing
+    ones whose lease has ended (whose lost attempt gets its line in the ledger first).
+    """
+    expire(connection, "message_id = :message_id", {"message_id": message_id})
+    taken = claim_lease(
+        connection,
+        MESSAGES,
+        message_id,
+        holder=holder,
+        seconds=seconds,
+        token=token,
+        only_if="""
+            kind = :kind AND state <> 'Completed'
+            AND (state <> 'Pending' OR available_at <= clock_timestamp())
+        """,
+        also_set=_CLAIMED,
+        returning=_CLAIM.format(table="messages"),
+        parameters={"kind": kind},
+    )
+    if isinstance(taken, Refused):
+        return _why_not(connection, message_id, kind, taken)
+    lease, row = taken
+    return _claimed(row, lease)
+
+
+def _why_not(connection: Connection, message_id: int, kind: str, refused: Refused) -> NotClaimed:
+    row = connection.execute(
+        text("""
+            SELECT kind, state, outcome, lease_expires_at, available_at,
+                   extract(epoch FROM available_at - clock_timestamp())::float8 AS due_in
+            FROM outbox.messages WHERE message_id = :id
+        """),
+        {"id": message_id},
+    ).one_or_none()
+    if row is None:
+        return NotClaimed(message_id, Refusal.UNKNOWN)
+    if row.kind != kind:
+        return NotClaimed(message_id, Refusal.OTHER_KIND)
+    if row.state == State.COMPLETED:
+        return NotClaimed(message_id, Refusal.COMPLETED, outcome=Outcome(row.outcome))
+    if refused.seconds_left is not None:
+        return NotClaimed(
+            message_id,
+            Refusal.HELD,
+            holder=refused.holder,
+            until=row.lease_expires_at,
+            seconds_left=refused.seconds_left,
+        )
+    return NotClaimed(message_id, Refusal.NOT_DUE, until=row.available_at, seconds_left=max(row.due_in, 1.0))
+
+
+def claim_due(
+    connection: Connection,
+    kind: str,
+    *,
+    limit: int,
+    ready: int,
+    alone: bool,
+    attempts: int,
+    holder: str,
+    seconds: float,
+    token: UUID,
+) -> list[Claimed]:
+    """Claim the most urgent messages of a kind that are due: by priority, then age.
+
+    All under one token; those that must not wait in memory come first (see :class:`Care`).
+
+    Args:
+        connection: the caller commits.
+        kind: which kind.
+        limit: how many at most.
+        ready: how many consumers are free: as many may be such that must not wait.
+        alone: whether there may be one that is to be alone of its sort.
+        attempts: the kind's limit.
+        holder: shown to people.
+        seconds: how long the lease lasts.
+        token: of this claim.
+    """
+    rows = connection.execute(
+        text(f"""
+            WITH due AS MATERIALIZED (
+                SELECT message_id, priority, available_at,
+                       CASE WHEN lost_leases >= 2 OR (lost_leases = 1 AND processing_attempts + 1 >= :attempts) THEN 2
+                            WHEN lost_leases = 1 OR processing_attempts + 1 >= :attempts THEN 1
+                            ELSE 0 END AS care
+                FROM outbox.messages
+                WHERE kind = :kind AND state = 'Pending' AND available_at <= statement_timestamp()
+                ORDER BY priority DESC, available_at, message_id
+                LIMIT :limit FOR UPDATE SKIP LOCKED
+            ), ranked AS (
+                SELECT *, row_number() OVER (PARTITION BY care ORDER BY priority DESC, available_at, message_id)
+                          AS place
+                FROM due
+            )
+            UPDATE outbox.messages AS message
+            SET lease_token = :token, lease_holder = :holder,
+                lease_expires_at = clock_timestamp() + make_interval(secs => :seconds), {_CLAIMED}
+            FROM ranked
+            WHERE message.message_id = ranked.message_id
+              AND (care = 0 OR (care = 1 AND place <= :ready) OR (care = 2 AND :alone AND place = 1))
+            RETURNING {_CLAIM.format(table="message")}, message.priority, message.available_at, care
+        """),
+        {
+            "kind": kind,
+            "limit": limit,
+            "ready": ready,
+            "alone": alone,
+            "attempts": attempts,
+            "token": token,
+            "holder": holder,
+            "seconds": seconds,
+        },
+    ).all()
+    ordered = sorted(rows, key=lambda row: (-row.care, -row.priority, row.available_at, row.message_id))
+    return [_claimed(row, Lease(MESSAGES, row.message_id, token, seconds), Care(row.care)) for row in ordered]
+
+
+def claimed_under(connection: Connection, kind: str, *, token: UUID, seconds: float) -> list[Claimed]:
+    """The messages that a claim took whose outcome its caller never learned."""
+    rows = connection.execute(
+        text(f"""
+            SELECT {_CLAIM.format(table="message")} FROM outbox.messages AS message
+            WHERE kind = :kind AND state = 'Processing' AND lease_token = :token
+        """),
+        {"kind": kind, "token": token},
+    )
+    # What care each needs is not known any more: the greater does no harm.
+    return [_claimed(row, Lease(MESSAGES, row.message_id, token, seconds), Care.AT_ONCE) for row in rows]
+
+
+def _claimed(row: Row[Any], lease: Lease, care: Care = Care.NONE) -> Claimed:
+    return Claimed(lease, row.kind, row.job_id, row.payload, row.processing_attempts, row.claims, row.waited, care)
+
+
+def settle(connection: Connection, settlements: Sequence[Settlement], *, holder: str) -> set[int]:
+    """End claims, each under its token: finish, release, give up, interrupt, cancel.
+
+    Returns:
+        The ids of the messages that were ours. The others were lost; nothing was written of them.
+    """
+    # PostgreSQL evaluates the right sides on the row as it was: available_at, processing_attempts.
+    done = connection.execute(
+        text("""
+            WITH ending AS (
+                SELECT *, CASE outcome WHEN 'succeeded' THEN 'succeeded' WHEN 'given up' THEN 'failed'
+                                       WHEN 'cancelled' THEN 'cancelled' END AS final
+                FROM unnest(CAST(:ids AS bigint[]), CAST(:tokens AS uuid[]), CAST(:outcomes AS text[]),
+                            CAST(:errors AS text[]), CAST(:delays AS float8[]))
+                     AS ending (id, token, outcome, error, delay)
+            ), ended AS (
+                UPDATE outbox.messages AS message
+                SET state = CASE WHEN ending.final IS NULL THEN 'Pending' ELSE 'Completed' END,
+                    outcome = ending.final,
+                    completed_at = CASE WHEN ending.final IS NOT NULL THEN clock_timestamp() END,
+                    available_at = CASE WHEN ending.outcome = 'failed'
+                                        THEN clock_timestamp() + make_interval(secs => ending.delay)
+                                        ELSE message.available_at END,
+                    processing_attempts = message.processing_attempts
+                                        - CASE WHEN ending.outcome = 'interrupted' THEN 1 ELSE 0 END,
+                    last_error = ending.error,
+                    lease_token = NULL, lease_expires_at = NULL, lease_holder = NULL
+                FROM ending
+                WHERE message.message_id = ending.id AND message.lease_token = ending.token
+                RETURNING message.message_id, message.claims, message.claimed_at, ending.outcome, ending.error,
+                          message.processing_attempts + CASE WHEN ending.outcome = 'interrupted' THEN 1 ELSE 0 END
+                          AS attempt
+            )
+            INSERT INTO outbox.job_attempts (message_id, claim, attempt, run_id, outcome, started_at, error)
+            SELECT message_id, claims, attempt, :holder, outcome, claimed_at, error FROM ended
+            RETURNING message_id
+        """),
+        {
+            "ids": [one.claimed.message_id for one in settlements],
+            "tokens": [one.claimed.lease.token for one in settlements],
+            "outcomes": [str(one.outcome) for one in settlements],
+            "errors": [None if one.error is None else error_text(one.error) for one in settlements],
+            "delays": [one.delay for one in settlements],
+            "holder": holder,
+        },
+    )
+    return {int(message_id) for message_id in done.scalars()}
+
+
+def ended_as(connection: Connection, claims: Iterable[Claimed]) -> dict[int, AttemptOutcome]:
+    """What the ledger says of claims, by message: how each ended, if it has."""
+    asked = list(claims)
+    found = connection.execute(
+        text("""
+            SELECT ledger.message_id, ledger.outcome
+            FROM unnest(CAST(:ids AS bigint[]), CAST(:claims AS integer[])) AS asked (id, claim)
+            JOIN outbox.job_attempts AS ledger ON ledger.message_id = asked.id AND ledger.claim = asked.claim
+        """),
+        {"ids": [one.message_id for one in asked], "claims": [one.claim for one in asked]},
+    )
+    return {int(row.message_id): AttemptOutcome(row.outcome) for row in found}
+
+
+def note_progress(connection: Connection, claimed: Claimed, step: str, fraction: float | None) -> bool:
+    """Write how far the handler is; says whether the message is still ours."""
+    done = connection.execute(
+        text("""
+            UPDATE outbox.messages SET step = :step, fraction = :fraction
+            WHERE message_id = :id AND lease_token = :token
+        """),
+        {"step": step, "fraction": fraction, "id": claimed.message_id, "token": claimed.lease.token},
+    )
+    return bool(done.rowcount)
+
+
+def expire(
+    connection: Connection,
+    which: str = "true",
+    parameters: dict[str, object] | None = None,
+    *,
+    only_ended: bool = True,
+    reason: str = "the lease ended: the worker died, or was cut off from the database",
+) -> list[int]:
+    """Give up lost claims: back to Pending, due at once, with their line in the ledger.
+
+    The attempt counts, since its handler may have run.
+
+    Args:
+        connection: the caller commits.
+        which: a further SQL condition on the messages.
+        parameters: those that it names.
+        only_ended: leave leases alone that still run; False only when their worker is known to be dead.
+        reason: for people.
+
+    Returns:
+        The messages' ids; at most a thousand.
+    """
+    ended = "AND lease_expires_at <= clock_timestamp()" if only_ended else ""
+    lost = connection.execute(
+        text(f"""
+            WITH lost AS MATERIALIZED (
+                SELECT message_id, claims, processing_attempts, lease_holder, claimed_at FROM outbox.messages
+                WHERE state = 'Processing' {ended} AND ({which})
+                LIMIT {EXPIRED_AT_ONCE} FOR UPDATE SKIP LOCKED
+            ), returned AS (
+                UPDATE outbox.messages AS message
+                SET state = 'Pending', lost_leases = lost_leases + 1, last_error = :reason,
+                    lease_token = NULL, lease_expires_at = NULL, lease_holder = NULL
+                FROM lost WHERE message.message_id = lost.message_id
+            )
+            INSERT INTO outbox.job_attempts (message_id, claim, attempt, run_id, outcome, started_at, error)
+            SELECT message_id, claims, processing_attempts, lease_holder, 'lost', claimed_at, :reason FROM lost
+            RETURNING message_id
+        """),
+        {**(parameters or {}), "reason": reason},
+    )
+    return [int(message_id) for message_id in lost.scalars()]
+
+
+def expire_dead(connection: Connection, leases: Sequence[Lease]) -> list[int]:
+    """Give up the claims of a worker that is known to be dead, without waiting for their leases to end."""
+    return expire(
+        connection,
+        """
+            EXISTS (SELECT FROM unnest(CAST(:ids AS bigint[]), CAST(:tokens AS uuid[])) AS dead (id, token)
+                    WHERE dead.id = message_id AND dead.token = lease_token)
+        """,
+        {"ids": [lease.key for lease in leases], "tokens": [lease.token for lease in leases]},
+        only_ended=False,
+        reason="the worker's process died",
+    )

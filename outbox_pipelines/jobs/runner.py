@@ -1,0 +1,279 @@
+"""The runner of one message: claim, execute under the lease, settle. What a Dagster run does."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from uuid import UUID, uuid4
+
+from sqlalchemy import Connection, Engine, text
+from sqlalchemy.exc import SQLAlchemyError
+
+from outbox_pipelines.database.error_text import first_line
+from outbox_pipelines.database.steps import persistently
+from outbox_pipelines.jobs import outbox
+from outbox_pipelines.jobs.execution import Ended, Execution, Stop
+from outbox_pipelines.jobs.keeper import LeaseKeeper
+from outbox_pipelines.jobs.kinds import JobKind
+from outbox_pipelines.jobs.message import AttemptOutcome, Claimed, NotClaimed, Outcome, Settlement
+from outbox_pipelines.jobs.outbox import settle
+
+_logger = logging.getLogger(__name__)
+
+_WAKE_SECONDS = 0.2
+"""How often the waiting thread returns to Python, where an interrupt can reach it."""
+
+_CLAIM_RETRY_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of a claimed message."""
+
+    claimed: Claimed
+    outcome: AttemptOutcome
+
+    ran: float
+    """Seconds that the handler ran."""
+
+    renewals: int
+    """How often the lease was renewed meanwhile."""
+
+    line: str | None = None
+    """One line for people: the error, or why the lease is lost."""
+
+    delay: float = 0.0
+    """Seconds until the next attempt, after a failure."""
+
+    trace: str | None = None
+    """Where the handler raised."""
+
+
+class Runner:
+    """Runs one message at a time, in threads of this process.
+
+    Args:
+        engine: the database.
+        keeper: of this process; started and ended by the caller.
+        holder: who runs, for the ledger and as the leases' holder: a Dagster run's id.
+    """
+
+    def __init__(self, engine: Engine, keeper: LeaseKeeper, *, holder: str) -> None:
+        self._engine = engine
+        self._keeper = keeper
+        self._holder = holder
+
+    def run(
+        self, kind: JobKind, message_id: int, *, on_progress: Callable[[str, float | None], None]
+    ) -> Report | NotClaimed:
+        """Claim a message, call its handler, and write how it ended.
+
+        The handler runs in a thread of its own, so that an interrupt of the calling thread
+        (Ctrl-C, Dagster's termination) reaches us at once: it stops the handler, releases the
+        message without counting the attempt, and is raised again.
+
+        Args:
+            kind: the message's kind.
+            message_id: which message.
+            on_progress: called in this thread with the handler's step and fraction.
+        """
+        token, asked_at = uuid4(), time.monotonic()
+
+        def take() -> Claimed | NotClaimed:
+            with self._engine.begin() as connection:
+                return outbox.claim_message(
+                    connection, message_id, kind=kind.name, holder=self._holder, seconds=kind.lease, token=token
+                )
+
+        try:
+            claimed = persistently(take, retry_seconds=_CLAIM_RETRY_SECONDS, give_up=threading.Event())
+            if isinstance(claimed, NotClaimed):
+                return claimed
+            handler = _HandlerThread(kind, claimed, engine=self._engine, keeper=self._keeper, holder=self._holder)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                # An interrupt, perhaps just when the claim was committed.
+                self._give_back(kind, token)
+            raise
+        try:
+            try:
+                self._keeper.hold(
+                    [claimed.lease],
+                    timeout=kind.timeout,
+                    asked_at=asked_at,
+                    on_lost=lambda _lease: handler.execution.stop(Stop.LOST),
+                )
+                ended = self._wait(handler, on_progress)
+            except BaseException:  # whatever it was: the message is free before it goes on its way
+                handler.execution.stop(Stop.INTERRUPTED)
+                self._settle(kind, self._wait_for_stop(handler))
+                raise
+            try:
+                return self._settle(kind, ended)
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    # An interrupt in the middle of writing: what has ended is not to be done again.
+                    self._settle(kind, ended)
+                raise
+        finally:
+            self._keeper.drop([claimed.lease])
+
+    def _give_back(self, kind: JobKind, token: UUID) -> None:
+        with self._engine.begin() as connection:
+            taken = outbox.claimed_under(connection, kind.name, token=token, seconds=kind.lease)
+            ends = [Settlement(claimed, AttemptOutcome.INTERRUPTED, "the run was terminated") for claimed in taken]
+            settle(connection, ends, holder=self._holder)
+
+    def _wait(self, handler: "_HandlerThread", on_progress: Callable[[str, float | None], None]) -> Ended:
+        handler.start()
+        while True:
+            over = handler.done.wait(_WAKE_SECONDS)
+            self._keeper.tick()
+            try:
+                while True:
+                    on_progress(*handler.progress.get_nowait())
+            except Empty:
+                pass
+            if over and handler.ended is not None:
+                return handler.ended
+            if not handler.execution.watch():
+                return self._abandoned(handler)
+
+    def _wait_for_stop(self, handler: "_HandlerThread") -> Ended:
+        while not handler.done.wait(_WAKE_SECONDS):
+            self._keeper.tick()
+            if not handler.execution.watch():
+                return self._abandoned(handler)
+        assert handler.ended is not None
+        return handler.ended
+
+    def _abandoned(self, handler: "_HandlerThread") -> Ended:
+        ended = handler.execution.abandon()
+        if ended is None:
+            # It ended by itself just now.
+            handler.done.wait()
+            ended = handler.ended
+        assert ended is not None
+        return ended
+
+    def _settle(self, kind: JobKind, ended: Ended) -> Report:
+        renewals = self._keeper.renewals(ended.claimed.lease)
+
+        def report(outcome: AttemptOutcome, line: str | None) -> Report:
+            delay = ended.settlement.delay if ended.settlement is not None else 0.0
+            return Report(ended.claimed, outcome, ended.ran, renewals, line, delay, ended.trace)
+
+        settlement = ended.settlement
+        if settlement is None:
+            if ended.outcome is AttemptOutcome.LOST:
+                return report(AttemptOutcome.LOST, self._why_lost(ended.claimed))
+            return report(ended.outcome, ended.line)
+
+        def end() -> AttemptOutcome | None:
+            # The keeper must not take us for frozen while the database is away.
+            self._keeper.tick()
+            with self._engine.begin() as connection:
+                if settle_with_domain(connection, kind, [settlement], holder=self._holder):
+                    return ended.outcome
+                # Perhaps an earlier try was committed, and only its answer lost.
+                return outbox.ended_as(connection, [ended.claimed]).get(ended.claimed.message_id)
+
+        outcome = persistently(end, retry_seconds=ended.claimed.lease.seconds, give_up=threading.Event())
+        if outcome is not ended.outcome:
+            return report(AttemptOutcome.LOST, self._why_lost(ended.claimed))
+        return report(outcome, ended.line)
+
+    def _why_lost(self, claimed: Claimed) -> str:
+        if self._keeper.waits_for_answer():
+            return "the database has been silent for as long as the lease ran"
+        try:
+            with self._engine.connect() as connection:
+                row = connection.execute(
+                    text("SELECT state, outcome, lease_holder, last_error FROM outbox.messages WHERE message_id = :id"),
+                    {"id": claimed.message_id},
+                ).one_or_none()
+        except SQLAlchemyError as error:
+            return f"the database could not be reached for as long as the lease ran ({type(error).__name__})"
+        if row is None:
+            return "the message was removed"
+        if row.outcome == Outcome.CANCELLED:
+            return "the message was cancelled"
+        if row.outcome is not None:
+            return f"another worker took over and completed it ({row.outcome})"
+        if row.lease_holder not in {None, self._holder}:
+            return f"another worker took over ({row.lease_holder})"
+        return "the lease ended before it could be renewed; the message is tried again"
+
+
+class _HandlerThread:
+    """Runs an execution in a thread that does not keep the process from ending."""
+
+    def __init__(self, kind: JobKind, claimed: Claimed, *, engine: Engine, keeper: LeaseKeeper, holder: str) -> None:
+        self.done = threading.Event()
+        self.ended: Ended | None = None
+        self.progress: SimpleQueue[tuple[str, float | None]] = SimpleQueue()
+        self.execution = Execution(
+            kind,
+            claimed,
+            engine=engine,
+            keeper=keeper,
+            holder=holder,
+            on_progress=lambda step, fraction: self.progress.put((step, fraction)),
+        )
+        self._thread = threading.Thread(target=self._run, name="job-handler", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.ended = self.execution.run()
+        if self.ended is not None:
+            self.done.set()
+
+
+def settle_with_domain(
+    connection: Connection, kind: JobKind, settlements: Sequence[Settlement], *, holder: str
+) -> set[int]:
+    """Settle claims of a kind, and close the domain jobs of those that are given up or cancelled.
+
+    In one transaction. A domain job that cannot be closed does not keep its message from ending:
+    the message says so.
+
+    Returns:
+        The ids of the messages that were ours.
+    """
+    done = settle(connection, settlements, holder=holder)
+    for one in settlements:
+        claimed = one.claimed
+        if claimed.message_id in done and kind.domain is not None and claimed.job_id is not None:
+            if one.outcome is AttemptOutcome.GIVEN_UP:
+                close_domain_job(connection, kind, claimed.message_id, claimed.job_id, Outcome.FAILED, one.error)
+            elif one.outcome is AttemptOutcome.CANCELLED:
+                close_domain_job(connection, kind, claimed.message_id, claimed.job_id, Outcome.CANCELLED, one.error)
+    return done
+
+
+def close_domain_job(
+    connection: Connection, kind: JobKind, message_id: int, job_id: str, outcome: Outcome, message: str | None
+) -> None:
+    """Mark a domain job failed or cancelled, with a message for people."""
+    assert kind.domain is not None
+    try:
+        with connection.begin_nested():
+            kind.domain.close(connection, job_id, outcome, message or str(outcome))
+    except Exception as error:  # a user's adapter or table may do anything; the message must not be stuck for it
+        if connection.invalidated:
+            # Nothing more can be said on it: the whole transaction is tried again.
+            raise
+        told = f"; its domain job could not be marked: {first_line(getattr(error, 'orig', None) or error)}"
+        _logger.warning("kind %s, message %s%s", kind.name, message_id, told)
+        connection.execute(
+            text(
+                "UPDATE outbox.messages SET last_error = left(coalesce(last_error, '') || :told, 2000) "
+                "WHERE message_id = :id AND state = 'Completed'"
+            ),
+            {"told": told, "id": message_id},
+        )
