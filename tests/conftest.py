@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -18,6 +19,7 @@ from outbox_pipelines.database.engine import open_engine
 from outbox_pipelines.database.migrate import migrate
 from outbox_pipelines.database.url import engine_url, render
 from outbox_pipelines.settings import Settings, load_settings
+from tests.command_line import Run, run_outbox
 from tests.scripted_service import ScriptedService
 
 _numbers = count(1)
@@ -107,6 +109,22 @@ def engine(settings: Settings, database_url: str) -> Iterator[Engine]:
     engine = open_engine(settings, database_url, application_name="tests", pool_size=20)
     yield engine
     engine.dispose()
+
+
+@pytest.fixture
+def outbox(settings: Settings, tmp_path: Path) -> Run:
+    """Runs ``outbox`` with the test's database and service."""
+    assert settings.database_url is not None
+    environment = {
+        "OUTBOX_DATABASE_URL": settings.database_url.get_secret_value(),
+        "OUTBOX_ML_TARGET": settings.ml_target,
+        "OUTBOX_HOME": str(tmp_path / "home"),
+    }
+
+    def run(*arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
+        return run_outbox({**environment, **more}, *arguments)
+
+    return run
 
 
 class made_database:  # noqa: N801  # reads as a statement: with made_database(...)

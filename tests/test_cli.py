@@ -1,10 +1,8 @@
 """The command line as scripts and people meet it."""
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,59 +10,9 @@ from sqlalchemy import Engine
 
 from outbox_pipelines import __version__
 from outbox_pipelines.settings import Settings
+from tests.command_line import Run, refused, succeeded
 from tests.outboxes import dead_letters, enqueue, flush, ledger_ids, new_tenant, waiting_ids
 from tests.scripted_service import ScriptedService, accept
-
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
-
-# Ends with 9 when a command has imported what it should not have.
-_WITHOUT_DAGSTER = """
-import sys
-from outbox_pipelines.cli import main
-try:
-    main()
-except SystemExit as end:
-    foreign = sorted(name for name in sys.modules if name.split(".")[0] in {"dagster", "pandas", "river"})
-    sys.exit(9 if foreign else end.code)
-"""
-
-
-@pytest.fixture
-def outbox(settings: Settings, tmp_path: Path) -> Run:
-    """Run ``outbox`` with the test's database and service, and see that it does not import Dagster."""
-    assert settings.database_url is not None
-
-    def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            [sys.executable, "-c", _WITHOUT_DAGSTER, *arguments],
-            env={
-                **os.environ,
-                "OUTBOX_DATABASE_URL": settings.database_url.get_secret_value(),  # type: ignore[union-attr]
-                "OUTBOX_ML_TARGET": settings.ml_target,
-                "OUTBOX_HOME": str(tmp_path / "home"),
-                "COLUMNS": "200",
-                **environment,
-            },
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-
-    return run
-
-
-def succeeded(done: "subprocess.CompletedProcess[str]") -> str:
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def refused(done: "subprocess.CompletedProcess[str]", code: int = 1) -> str:
-    """The one line on standard error, without a traceback."""
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stderr
-
 
 COMMANDS = [
     ("migrate",),
@@ -73,6 +21,13 @@ COMMANDS = [
     ("tenants", "pause"),
     ("tenants", "resume"),
     ("tenants", "remove"),
+    ("jobs", "enqueue"),
+    ("jobs", "list"),
+    ("jobs", "show"),
+    ("jobs", "cancel"),
+    ("jobs", "retry"),
+    ("jobs", "servers"),
+    ("worker",),
     ("flush",),
     ("audit",),
     ("ml-service",),

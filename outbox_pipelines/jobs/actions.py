@@ -90,7 +90,8 @@ def retry(connection: Connection, kinds: Kinds, message_id: int) -> State:
                     UPDATE outbox.messages
                     SET state = 'Pending', outcome = NULL, completed_at = NULL, available_at = clock_timestamp(),
                         processing_attempts = CASE WHEN :anew THEN 0 ELSE processing_attempts END,
-                        lost_leases = CASE WHEN :anew THEN 0 ELSE lost_leases END
+                        lost_leases = CASE WHEN :anew THEN 0 ELSE lost_leases END,
+                        last_error = CASE WHEN :anew THEN NULL ELSE last_error END
                     WHERE message_id = :id
                 """),
                 {"id": message_id, "anew": anew},

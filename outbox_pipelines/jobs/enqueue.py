@@ -217,7 +217,8 @@ def _insert_once(connection: Connection, kind: str, rows: Sequence[_Row]) -> lis
         new.c.unique_key,
     ).order_by(new.c.place)
     names = ["kind", "job_id", "payload", "available_at", "priority", "unique_key"]
-    # DO NOTHING, not DO UPDATE: that would lock the message that is there, and its worker out, until the caller commits.
+    # DO NOTHING, not DO UPDATE: that would lock the message that is there until the caller commits, and its
+    # worker could not renew the lease meanwhile.
     statement = (
         insert(_messages)
         .from_select(names, ordered)

@@ -61,7 +61,7 @@ def claim_message(
     Claimable are Published and Publishing messages, Pending ones that are due, and Processing
     ones whose lease has ended (whose lost attempt gets its line in the ledger first).
     """
-    expire(connection, "message_id = :message_id", {"message_id": message_id})
+    expire(connection, "message_id = :message_id", {"message_id": message_id}, wait=True)
     taken = claim_lease(
         connection,
         MESSAGES,
@@ -72,6 +72,7 @@ def claim_message(
         only_if="""
             kind = :kind AND state <> 'Completed'
             AND (state <> 'Pending' OR available_at <= clock_timestamp())
+            AND (state <> 'Processing' OR lease_token = :token)
         """,
         also_set=_CLAIMED,
         returning=_CLAIM.format(table="messages"),
@@ -86,7 +87,7 @@ def claim_message(
 def _why_not(connection: Connection, message_id: int, kind: str, refused: Refused) -> NotClaimed:
     row = connection.execute(
         text("""
-            SELECT kind, state, outcome, lease_expires_at, available_at,
+            SELECT kind, state, outcome, lease_expires_at, lease_holder, available_at,
                    extract(epoch FROM available_at - clock_timestamp())::float8 AS due_in
             FROM outbox.messages WHERE message_id = :id
         """),
@@ -98,13 +99,14 @@ def _why_not(connection: Connection, message_id: int, kind: str, refused: Refuse
         return NotClaimed(message_id, Refusal.OTHER_KIND)
     if row.state == State.COMPLETED:
         return NotClaimed(message_id, Refusal.COMPLETED, outcome=Outcome(row.outcome))
-    if refused.seconds_left is not None:
+    if row.state == State.PROCESSING:
         return NotClaimed(
             message_id,
             Refusal.HELD,
-            holder=refused.holder,
+            holder=row.lease_holder,
             until=row.lease_expires_at,
-            seconds_left=refused.seconds_left,
+            # None when the lease ended while we asked.
+            seconds_left=refused.seconds_left or 1.0,
         )
     return NotClaimed(message_id, Refusal.NOT_DUE, until=row.available_at, seconds_left=max(row.due_in, 1.0))
 
@@ -139,32 +141,37 @@ def claim_due(
     rows = connection.execute(
         text(f"""
             WITH due AS MATERIALIZED (
-                SELECT message_id, priority, available_at,
-                       CASE WHEN lost_leases >= 2 OR (lost_leases = 1 AND processing_attempts + 1 >= :attempts) THEN 2
-                            WHEN lost_leases = 1 OR processing_attempts + 1 >= :attempts THEN 1
-                            ELSE 0 END AS care
-                FROM outbox.messages
-                WHERE kind = :kind AND state = 'Pending' AND available_at <= statement_timestamp()
+                SELECT message_id, priority, available_at, care
+                FROM outbox.messages, LATERAL (SELECT
+                    CASE WHEN lost_leases >= 2 OR (lost_leases = 1 AND processing_attempts + 1 >= :attempts) THEN 2
+                         WHEN lost_leases = 1 OR processing_attempts + 1 >= :attempts THEN 1
+                         ELSE 0 END AS care
+                ) AS careful
+                WHERE kind = :kind AND state = 'Pending' AND available_at <= statement_timestamp() AND care <= :most
                 ORDER BY priority DESC, available_at, message_id
-                LIMIT :limit FOR UPDATE SKIP LOCKED
-            ), ranked AS (
+                LIMIT :limit FOR UPDATE OF messages SKIP LOCKED
+            ), first AS (
                 SELECT *, row_number() OVER (PARTITION BY care ORDER BY priority DESC, available_at, message_id)
                           AS place
                 FROM due
+            ), ranked AS (
+                SELECT *, row_number() OVER (PARTITION BY care > 0 ORDER BY priority DESC, available_at, message_id)
+                          AS careful_place
+                FROM first WHERE care < 2 OR place = 1
             )
             UPDATE outbox.messages AS message
             SET lease_token = :token, lease_holder = :holder,
                 lease_expires_at = clock_timestamp() + make_interval(secs => :seconds), {_CLAIMED}
             FROM ranked
-            WHERE message.message_id = ranked.message_id
-              AND (care = 0 OR (care = 1 AND place <= :ready) OR (care = 2 AND :alone AND place = 1))
+            WHERE message.message_id = ranked.message_id AND (care = 0 OR careful_place <= :ready)
             RETURNING {_CLAIM.format(table="message")}, message.priority, message.available_at, care
         """),
         {
             "kind": kind,
             "limit": limit,
             "ready": ready,
-            "alone": alone,
+            # Those that cannot be taken now hold up none of the others.
+            "most": int(Care.NONE if ready < 1 else Care.ALONE if alone else Care.AT_ONCE),
             "attempts": attempts,
             "token": token,
             "holder": holder,
@@ -273,6 +280,7 @@ def expire(
     parameters: dict[str, object] | None = None,
     *,
     only_ended: bool = True,
+    wait: bool = False,
     reason: str = "the lease ended: the worker died, or was cut off from the database",
 ) -> list[int]:
     """Give up lost claims: back to Pending, due at once, with their line in the ledger.
@@ -284,18 +292,20 @@ def expire(
         which: a further SQL condition on the messages.
         parameters: those that it names.
         only_ended: leave leases alone that still run; False only when their worker is known to be dead.
+        wait: for messages that another transaction has locked, instead of passing them by.
         reason: for people.
 
     Returns:
         The messages' ids; at most a thousand.
     """
     ended = "AND lease_expires_at <= clock_timestamp()" if only_ended else ""
+    locked = "" if wait else "SKIP LOCKED"
     lost = connection.execute(
         text(f"""
             WITH lost AS MATERIALIZED (
                 SELECT message_id, claims, processing_attempts, lease_holder, claimed_at FROM outbox.messages
                 WHERE state = 'Processing' {ended} AND ({which})
-                LIMIT {EXPIRED_AT_ONCE} FOR UPDATE SKIP LOCKED
+                LIMIT {EXPIRED_AT_ONCE} FOR UPDATE {locked}
             ), returned AS (
                 UPDATE outbox.messages AS message
                 SET state = 'Pending', lost_leases = lost_leases + 1, last_error = :reason,

@@ -108,11 +108,12 @@ class Worker:
         """What is going on, kind by kind."""
         return [lane.served() for lane in self._lanes.values()]
 
-    def stop(self, grace_seconds: float | None = None) -> None:
+    def stop(self, grace_seconds: float | None = None, *, cut_short: threading.Event | None = None) -> None:
         """Stop gracefully; a second call does nothing.
 
         Args:
             grace_seconds: that running handlers are given; the setting's value when not given.
+            cut_short: ends the grace when it is set.
         """
         if self._stopping.is_set():
             return
@@ -120,7 +121,7 @@ class Worker:
         self._stopping.set()
         for lane in self._lanes.values():
             lane.stop()
-        if not self._wait(grace):
+        if not self._wait(grace, cut_short):
             for lane in self._lanes.values():
                 lane.interrupt()
             if not self._wait(_STOP_SECONDS):
@@ -133,10 +134,10 @@ class Worker:
         self._engine.dispose()
         self._handlers_engine.dispose()
 
-    def _wait(self, seconds: float) -> bool:
+    def _wait(self, seconds: float, cut_short: threading.Event | None = None) -> bool:
         ends_at = time.monotonic() + seconds
         while not all(lane.is_done() for lane in self._lanes.values()):
-            if time.monotonic() >= ends_at:
+            if time.monotonic() >= ends_at or (cut_short is not None and cut_short.is_set()):
                 return False
             time.sleep(0.01)
         return True

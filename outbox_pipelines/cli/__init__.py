@@ -9,18 +9,17 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
-from datetime import datetime
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 from uuid import UUID, uuid4
 
 import typer
 
 from outbox_pipelines import __version__
+from outbox_pipelines.cli.jobs import jobs_app, worker
+from outbox_pipelines.cli.output import AsJson, example, local_time, opened_database, show, show_table
 from outbox_pipelines.errors import OutboxError
 from outbox_pipelines.wording import counted
 
@@ -33,12 +32,8 @@ app = typer.Typer(
 )
 tenants_app = typer.Typer(help="Register, list, pause and remove tenants.", no_args_is_help=True)
 app.add_typer(tenants_app, name="tenants")
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-
-
-def _example(*lines: str) -> str:
-    return "\b\nExample:\n" + "\n".join(f"  $ {line}" for line in lines)
+app.add_typer(jobs_app, name="jobs")
+app.command(epilog=example("outbox worker", "outbox worker --kind automatic_timetable --consumers 4"))(worker)
 
 
 @app.callback(invoke_without_command=True)
@@ -48,19 +43,19 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-@app.command(epilog=_example("OUTBOX_DATABASE_URL=postgresql://app@db/school outbox migrate"))
+@app.command(epilog=example("OUTBOX_DATABASE_URL=postgresql://app@db/school outbox migrate"))
 def migrate(as_json: AsJson = False) -> None:
     """Create or update the tables: schema "outbox" and every tenant's."""
     from outbox_pipelines.database.engine import describe
     from outbox_pipelines.database.migrate import migrate as migrate_all
 
-    with _database(migrated=False) as engine:
+    with opened_database(migrated=False) as engine:
         changed = migrate_all(engine)
         where = describe(engine)
-    _print(as_json, {"changed": changed, "database": where}, f"{where}: {counted(changed, 'schema')} changed")
+    show(as_json, {"changed": changed, "database": where}, f"{where}: {counted(changed, 'schema')} changed")
 
 
-@tenants_app.command("add", epilog=_example("outbox tenants add acme", "outbox tenants add acme --schema school_acme"))
+@tenants_app.command("add", epilog=example("outbox tenants add acme", "outbox tenants add acme --schema school_acme"))
 def tenants_add(
     name: str,
     schema: Annotated[str | None, typer.Option(help="Schema of the outbox; made when missing.")] = None,
@@ -70,21 +65,21 @@ def tenants_add(
     """Register a tenant and make its outbox."""
     from outbox_pipelines.tenants.registry import add_tenant
 
-    with _database() as engine, engine.begin() as connection:
+    with opened_database() as engine, engine.begin() as connection:
         tenant = add_tenant(connection, name, schema=schema, tenant_id=tenant_id)
-    _print(as_json, tenant, f"tenant {tenant.name} ({tenant.tenant_id}) in schema {tenant.schema}")
+    show(as_json, tenant, f"tenant {tenant.name} ({tenant.tenant_id}) in schema {tenant.schema}")
 
 
-@tenants_app.command("list", epilog=_example("outbox tenants list", "outbox tenants list --json"))
+@tenants_app.command("list", epilog=example("outbox tenants list", "outbox tenants list --json"))
 def tenants_list(as_json: AsJson = False) -> None:
     """List the tenants, what waits and what is wrong."""
     from outbox_pipelines.training.backlog import look
     from outbox_pipelines.wording import spoken
 
-    with _database() as engine:
+    with opened_database() as engine:
         backlog = look(engine)
     if as_json:
-        _print(True, backlog.tenants, "")
+        show(True, backlog.tenants, "")
         return
     rows = [
         (
@@ -96,16 +91,18 @@ def tenants_list(as_json: AsJson = False) -> None:
         )
         for entry in backlog.tenants
     ]
-    _table(("tenant", "schema", "standing", "oldest row", "last error"), rows, "no tenant; see `outbox tenants add`")
+    show_table(
+        ("tenant", "schema", "standing", "oldest row", "last error"), rows, "no tenant; see `outbox tenants add`"
+    )
 
 
-@tenants_app.command("pause", epilog=_example("outbox tenants pause acme"))
+@tenants_app.command("pause", epilog=example("outbox tenants pause acme"))
 def tenants_pause(name: str, as_json: AsJson = False) -> None:
     """Stop flushing a tenant; its rows accumulate."""
     _set_paused(name, True, as_json)
 
 
-@tenants_app.command("resume", epilog=_example("outbox tenants resume acme"))
+@tenants_app.command("resume", epilog=example("outbox tenants resume acme"))
 def tenants_resume(name: str, as_json: AsJson = False) -> None:
     """Flush a tenant again, at once if it was backing off."""
     _set_paused(name, False, as_json)
@@ -114,12 +111,12 @@ def tenants_resume(name: str, as_json: AsJson = False) -> None:
 def _set_paused(name: str, paused: bool, as_json: bool) -> None:
     from outbox_pipelines.tenants.registry import set_paused
 
-    with _database() as engine, engine.begin() as connection:
+    with opened_database() as engine, engine.begin() as connection:
         tenant = set_paused(connection, name, paused=paused)
-    _print(as_json, tenant, f"tenant {name} is {'paused' if paused else 'active'}")
+    show(as_json, tenant, f"tenant {name} is {'paused' if paused else 'active'}")
 
 
-@tenants_app.command("remove", epilog=_example("outbox tenants remove acme --drop-schema"))
+@tenants_app.command("remove", epilog=example("outbox tenants remove acme --drop-schema"))
 def tenants_remove(
     name: str,
     drop_schema: Annotated[bool, typer.Option("--drop-schema", help="Drop its schema and all in it.")] = False,
@@ -129,10 +126,10 @@ def tenants_remove(
     """Take a tenant out of the registry; the ledger stays."""
     from outbox_pipelines.tenants.registry import remove_tenant
 
-    with _database() as engine, engine.begin() as connection:
+    with opened_database() as engine, engine.begin() as connection:
         tenant = remove_tenant(connection, name, drop_schema=drop_schema, force=force)
     kept = "dropped" if drop_schema else "kept"
-    _print(
+    show(
         as_json,
         tenant,
         f"tenant {name} is removed; schema {tenant.schema} {kept}. The ledger knows it as {tenant.tenant_id}: "
@@ -140,7 +137,7 @@ def tenants_remove(
     )
 
 
-@app.command(epilog=_example("outbox flush --tenant acme", "outbox flush --all --json"))
+@app.command(epilog=example("outbox flush --tenant acme", "outbox flush --all --json"))
 def flush(
     tenant: Annotated[list[str] | None, typer.Option(help="A tenant; may be repeated.", metavar="NAME")] = None,
     all_tenants: Annotated[bool, typer.Option("--all", help="Every tenant that has rows and is not paused.")] = False,
@@ -165,7 +162,7 @@ def flush(
     from outbox_pipelines.training.grpc_sink import GrpcSink
 
     settings = load_settings()
-    with _database() as engine:
+    with opened_database() as engine:
         with engine.connect() as connection:
             if tenant:
                 tenants = [get_tenant(connection, name) for name in dict.fromkeys(tenant)]
@@ -175,7 +172,7 @@ def flush(
             if dry_run:
                 counts = {found.name: outbox.count_rows(connection, found) for found in tenants}
                 lines = [f"{name}: {counted(rows, 'row')}" for name, rows in counts.items()]
-                _print(as_json, counts, "\n".join(lines) or "no rows wait")
+                show(as_json, counts, "\n".join(lines) or "no rows wait")
                 return
         if settings.train_mode is TrainMode.LOCAL:
             raise OutboxError(f"{LOCAL_MODE}; no row was sent")
@@ -199,12 +196,12 @@ def flush(
         + (f" ({entry.detail})" if entry.detail else "")
         for entry in report.tenants
     ]
-    _print(as_json, report, "\n".join(lines) or "no rows wait")
+    show(as_json, report, "\n".join(lines) or "no rows wait")
     if report.failed:
         raise typer.Exit(1)
 
 
-@app.command(epilog=_example("outbox audit --tenant acme --row 123"))
+@app.command(epilog=example("outbox audit --tenant acme --row 123"))
 def audit(
     tenant: Annotated[str, typer.Option(help="The tenant's name.")],
     row: Annotated[int, typer.Option(min=1, max=2**63 - 1, help="The row's id.")],
@@ -217,25 +214,25 @@ def audit(
     from outbox_pipelines.tenants.registry import get_tenant
     from outbox_pipelines.training.audit import Fate, trace_row
 
-    with _database() as engine, engine.connect() as connection:
+    with opened_database() as engine, engine.connect() as connection:
         history = trace_row(connection, get_tenant(connection, tenant), row)
     lines = [f"row {row} of tenant {tenant}: {history.fate}"]
     lines += [
-        f"  delivered {_time(line.delivered_at)} by run {line.run_id} in batch {line.batch_key} "
+        f"  delivered {local_time(line.delivered_at)} by run {line.run_id} in batch {line.batch_key} "
         f"({counted(line.rows, 'row')}, ids {line.first_id} to {line.last_id})"
         for line in history.deliveries
     ]
     if history.died_at is not None:
-        lines.append(f"  taken out {_time(history.died_at)} by run {history.run_id}: {history.reason}")
+        lines.append(f"  taken out {local_time(history.died_at)} by run {history.run_id}: {history.reason}")
     elif history.created_at is not None:
-        lines.append(f"  written {_time(history.created_at)}, {counted(history.attempts, 'failed attempt')}")
+        lines.append(f"  written {local_time(history.created_at)}, {counted(history.attempts, 'failed attempt')}")
         lines += [f"  last failure: {history.reason}"] if history.reason else []
-    _print(as_json, history, "\n".join(lines))
+    show(as_json, history, "\n".join(lines))
     if history.fate is Fate.UNKNOWN:
         raise typer.Exit(1)
 
 
-@app.command("ml-service", epilog=_example("outbox ml-service --port 50051 --state-dir ./models"))
+@app.command("ml-service", epilog=example("outbox ml-service --port 50051 --state-dir ./models"))
 def ml_service(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 50051,
@@ -266,7 +263,7 @@ def ml_service(
         raise OutboxError(str(error)) from error
 
 
-@app.command(epilog=_example("outbox dev", "outbox dev --port 3100"))
+@app.command(epilog=example("outbox dev", "outbox dev --port 3100"))
 def dev(
     port: Annotated[int | None, typer.Option(help="The UI's port; 3000 or a free one if not given.")] = None,
 ) -> None:
@@ -287,7 +284,7 @@ def dev(
         typer.echo("stopped")
 
 
-@app.command(epilog=_example("outbox demo", "outbox demo --once --json"))
+@app.command(epilog=example("outbox demo", "outbox demo --once --json"))
 def demo(
     once: Annotated[bool, typer.Option("--once", help="End after the proof.")] = False,
     port: Annotated[int | None, typer.Option(help="The UI's port; 3000 or a free one if not given.")] = None,
@@ -321,24 +318,6 @@ def main() -> NoReturn:
 
 
 @contextmanager
-def _database(*, migrated: bool = True) -> Iterator[Any]:
-    from sqlalchemy.exc import DBAPIError
-
-    from outbox_pipelines.database.database import Database
-    from outbox_pipelines.database.engine import describe, explained
-    from outbox_pipelines.database.error_text import first_line
-    from outbox_pipelines.settings import load_settings
-
-    with Database(load_settings(), application_name="outbox") as database:
-        engine = database.migrated_engine() if migrated else database.engine
-        try:
-            with explained(engine):
-                yield engine
-        except DBAPIError as error:
-            raise OutboxError(f"{describe(engine)} refused: {first_line(error.orig)}") from error
-
-
-@contextmanager
 def _terminate_as_interrupt() -> Iterator[None]:
     """SIGTERM cancels a flush like Ctrl-C: the leases are free when the process ends."""
 
@@ -350,41 +329,3 @@ def _terminate_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _print(as_json: bool, data: object, text: str) -> None:
-    typer.echo(json.dumps(_plain(data), indent=2) if as_json else text)
-
-
-def _plain(value: object) -> object:
-    if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, UUID | Path):
-        return str(value)
-    if isinstance(value, datetime):
-        return value.isoformat()
-    return value
-
-
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], empty: str) -> None:
-    """Columns as wide as they need: a schema's name is there to be copied."""
-    if not rows:
-        typer.echo(empty)
-        return
-    widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
-    for row in (head, *rows):
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _time(instant: datetime) -> str:
-    return instant.astimezone().isoformat(" ", "seconds")
-
-
-if __name__ == "__main__":
-    main()
