@@ -34,7 +34,6 @@ _ROOT = str(Path(__file__).parents[2])
 _RUN = "import sys; sys.path.insert(0, sys.argv[1]); from outbox_pipelines.jobs.keeper_process import main; main()"
 _STUB = str(Path(__file__).with_name("keeper_stub.py"))
 _TICK_SECONDS = 1.0
-_END_SECONDS = 5.0
 _FULL_SECONDS = 5.0
 """How long a keeper may leave our pipe full, before another takes its place."""
 
@@ -77,15 +76,13 @@ class LeaseKeeper:
             process = self._process
         if process is None:
             return
-        assert process.stdin is not None
-        with suppress(OSError):
-            process.stdin.close()
-        try:
-            process.wait(_END_SECONDS if not self._delay else 0.05)
-        except subprocess.TimeoutExpired:
-            # It holds nothing any more that it could give back.
-            process.kill()
-            process.wait()
+        # Nothing is held any more that it could give back, so there is nothing to wait for.
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
 
     @property
     def pid(self) -> int | None:

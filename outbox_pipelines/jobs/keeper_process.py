@@ -89,6 +89,8 @@ class _Keeper:
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in lines:
                     self._take(json.loads(line))
+                # All that it wrote is read, before it is asked whether it lives.
+                continue
             if self._is_dead():
                 break
             if self._is_frozen():

@@ -156,7 +156,7 @@ class Lane:
                     holder=self._holder,
                 )
                 self._running[claimed.lease] = execution
-                if len(self._queue) <= self._prefetch // 2 and self._more:
+                if self._has_room():
                     self._pump_wanted.notify()
                 return execution
 
@@ -187,7 +187,8 @@ class Lane:
         while True:
             with self._lock:
                 while not (ended or self._ended or self._may_claim() or self._is_over()):
-                    self._pump_wanted.wait(self._until_poll())
+                    # Without room there is nothing to look for: whoever makes some notifies.
+                    self._pump_wanted.wait(self._until_poll() if self._has_room() else None)
                 ended += self._ended
                 self._ended = []
                 if self._is_over() and not ended:
@@ -212,12 +213,13 @@ class Lane:
     def _is_over(self) -> bool:
         return self._stopping and not self._running and not self._queue and not self._ended
 
-    def _may_claim(self) -> bool:
+    def _has_room(self) -> bool:
         if self._stopping or len(self._queue) > self._prefetch // 2:
             return False
-        if not self._queue and not self._prefetch and len(self._running) >= self._consumers:
-            return False
-        return self._woken or self._more or self._until_poll() <= 0
+        return bool(self._queue or self._prefetch) or len(self._running) < self._consumers
+
+    def _may_claim(self) -> bool:
+        return self._has_room() and (self._woken or self._more or self._until_poll() <= 0)
 
     def _until_poll(self) -> float:
         return self._looked_at + self._poll_seconds - time.monotonic()

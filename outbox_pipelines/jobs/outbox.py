@@ -67,7 +67,7 @@ def claim_message(
         MESSAGES,
         message_id,
         holder=holder,
-        seconds=seconds,
+        seconds=float(seconds),
         token=token,
         only_if="""
             kind = :kind AND state <> 'Completed'
@@ -179,7 +179,7 @@ def claim_due(
         },
     ).all()
     ordered = sorted(rows, key=lambda row: (-row.care, -row.priority, row.available_at, row.message_id))
-    return [_claimed(row, Lease(MESSAGES, row.message_id, token, seconds), Care(row.care)) for row in ordered]
+    return [_claimed(row, _lease(row, token, seconds), Care(row.care)) for row in ordered]
 
 
 def claimed_under(connection: Connection, kind: str, *, token: UUID, seconds: float) -> list[Claimed]:
@@ -192,7 +192,12 @@ def claimed_under(connection: Connection, kind: str, *, token: UUID, seconds: fl
         {"kind": kind, "token": token},
     )
     # What care each needs is not known any more: the greater does no harm.
-    return [_claimed(row, Lease(MESSAGES, row.message_id, token, seconds), Care.AT_ONCE) for row in rows]
+    return [_claimed(row, _lease(row, token, seconds), Care.AT_ONCE) for row in rows]
+
+
+def _lease(row: Row[Any], token: UUID, seconds: float) -> Lease:
+    # Those of several kinds are renewed together, and the driver refuses a list of 60 and 120.0.
+    return Lease(MESSAGES, row.message_id, token, float(seconds))
 
 
 def _claimed(row: Row[Any], lease: Lease, care: Care = Care.NONE) -> Claimed:
@@ -241,7 +246,7 @@ def settle(connection: Connection, settlements: Sequence[Settlement], *, holder:
             "tokens": [one.claimed.lease.token for one in settlements],
             "outcomes": [str(one.outcome) for one in settlements],
             "errors": [None if one.error is None else error_text(one.error) for one in settlements],
-            "delays": [one.delay for one in settlements],
+            "delays": [float(one.delay) for one in settlements],
             "holder": holder,
         },
     )

@@ -135,7 +135,8 @@ def note_served(connection: Connection, server: str, served: Iterable[Served], *
             "consumers": [one.consumers for one in kinds],
             "running": [one.running for one in kinds],
             "prefetched": [one.prefetched for one in kinds],
-            "ages": [one.progress_age for one in kinds],
+            # A list of one type: the driver refuses 0 beside 0.5.
+            "ages": [float(one.progress_age) for one in kinds],
         },
     )
 
@@ -232,8 +233,8 @@ def _enqueue_orphans(connection: Connection, kind: JobKind) -> int:
     done = connection.execute(
         text(f"""
             INSERT INTO outbox.messages (kind, job_id)
-            SELECT :outbox_kind, live.job_id FROM ({live.sql}) AS live
-            WHERE NOT EXISTS (
+            SELECT DISTINCT :outbox_kind, live.job_id FROM ({live.sql}) AS live
+            WHERE live.job_id IS NOT NULL AND NOT EXISTS (
                 SELECT FROM outbox.messages AS message
                 WHERE message.kind = :outbox_kind AND message.job_id = live.job_id
             )

@@ -1,4 +1,4 @@
-"""The demonstration: five tenants' real training rows leave their outboxes, and the proof.
+"""The demonstration: five tenants' real training rows leave their outboxes, jobs are done, and the proof.
 
 The proof: a model trained through the outbox (rows, sensor, runs, gRPC, service) gives bit
 for bit the same predictions as the same model trained directly on the accepted rows in
@@ -23,14 +23,16 @@ from sqlalchemy.orm import Session
 from outbox_pipelines.database.engine import describe
 from outbox_pipelines.database.quoting import driver_identifier
 from outbox_pipelines.errors import OutboxError
+from outbox_pipelines.local.demo_jobs import KindCounts, count_jobs, prove_jobs
 from outbox_pipelines.local.stack import Stack
 from outbox_pipelines.ml_service import training_pb2, training_pb2_grpc
 from outbox_pipelines.ml_service.model import OnlineModel, parse_example, parse_features
 from outbox_pipelines.tenants.registry import Tenant, UnknownTenant, add_tenant, list_tenants, remove_tenant
 from outbox_pipelines.training.enqueue import enqueue_training
+from outbox_pipelines.wording import counted
 
 TENANT_NAMES = ("demo-ash", "demo-birch", "demo-cedar", "demo-elm", "demo-fir")
-DRAIN_SECONDS = 300.0
+DRAIN_SECONDS = 600.0
 _POLL_SECONDS = 0.5
 
 # The service must refuse these: a label that is neither true nor false, a feature that is no number.
@@ -76,6 +78,12 @@ class Proof:
     """Ids that the ledger lists more than once."""
 
     runs: int
+    """Flush runs."""
+
+    jobs: int
+    jobs_succeeded: int
+    jobs_given_up: int
+    job_attempts: int
     seconds: float
     flaws: list[str]
     """Where the proof does not hold; empty when it does."""
@@ -165,28 +173,37 @@ def count(engine: Engine, prepared: Sequence[DemoTenant]) -> list[TenantCounts]:
     return counts
 
 
-def watch(stack: Stack, prepared: Sequence[DemoTenant], show: Callable[[list[TenantCounts]], None]) -> None:
-    """Show the counts until every outbox is empty.
+Show = Callable[[list[TenantCounts], list[KindCounts]], None]
+
+
+def watch(stack: Stack, prepared: Sequence[DemoTenant], jobs: dict[int, str], show: Show) -> None:
+    """Show the counts until every outbox is empty and every job completed.
 
     Raises:
-        OutboxError: when a process ended, or rows are left after five minutes.
+        OutboxError: when a process ended, or something is left after ten minutes.
     """
     ends_at = time.monotonic() + DRAIN_SECONDS
     while True:
         counts = count(stack.database.engine, prepared)
-        show(counts)
+        kinds = count_jobs(stack.database.engine, jobs)
+        show(counts, kinds)
         left = sum(entry.waiting for entry in counts)
-        if left == 0:
+        unfinished = sum(entry.waiting + entry.running for entry in kinds)
+        if left == unfinished == 0:
             return
         stack.check()
         if time.monotonic() > ends_at:
             logs = ", ".join(str(component.log) for component in stack.components)
-            raise OutboxError(f"{left} rows still wait after {DRAIN_SECONDS:.0f} s; see {stack.ui_url} and {logs}")
+            raise OutboxError(
+                f"{counted(left, 'row')} and {counted(unfinished, 'job')} still wait after {DRAIN_SECONDS:.0f} s; "
+                f"see {stack.ui_url} and {logs}"
+            )
         time.sleep(_POLL_SECONDS)
 
 
-def prove(stack: Stack, prepared: Sequence[DemoTenant], *, seconds: float) -> Proof:
-    """Compare the models, the ledger and the outboxes with what was enqueued."""
+def prove(stack: Stack, prepared: Sequence[DemoTenant], jobs: dict[int, str], *, seconds: float) -> Proof:
+    """Compare the models, the ledgers, the outboxes and the jobs' end states with what was enqueued."""
+    proved = prove_jobs(stack.database.engine, jobs)
     counts = count(stack.database.engine, prepared)
     flaws: list[str] = []
     duplicates = 0
@@ -224,8 +241,12 @@ def prove(stack: Stack, prepared: Sequence[DemoTenant], *, seconds: float) -> Pr
         pending=pending,
         duplicates=duplicates,
         runs=len(runs),
+        jobs=proved.jobs,
+        jobs_succeeded=proved.succeeded,
+        jobs_given_up=proved.given_up,
+        job_attempts=proved.attempts,
         seconds=seconds,
-        flaws=flaws,
+        flaws=flaws + proved.flaws,
     )
 
 

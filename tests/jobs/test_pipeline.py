@@ -1,19 +1,25 @@
 """What Dagster shows and starts for jobs: the sensors' requests and reasons, the runs and their results."""
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import psycopg
 import pytest
 from dagster import DagsterRunStatus
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, event, text
+from sqlalchemy.pool import Pool
 
 from outbox_pipelines import Backoff, JobContext, JobKind, build_definitions, enqueue_job
 from outbox_pipelines.errors import OutboxError
 from outbox_pipelines.jobs.actions import cancel
 from outbox_pipelines.jobs.kinds import Kinds
+from outbox_pipelines.jobs.look import show_message
 from outbox_pipelines.settings import Settings
+from tests.outboxes import wait_until
 
 
 @pytest.fixture
@@ -296,6 +302,62 @@ def test_a_run_that_ended_without_claiming_has_its_message_published_again(
         connection.execute(text("UPDATE outbox.messages SET available_at = now()"))
     (again,) = location.poll("report")
     assert again.run_key != request.run_key
+
+
+def test_two_daemons_that_execute_one_run_have_its_handler_called_once(locate: Locate, engine: Engine) -> None:
+    inside, executed = threading.Barrier(2, timeout=60), []
+
+    def handler(job: JobContext) -> None:
+        executed.append(job.message_id)
+        inside.wait()
+
+    location = locate(JobKind("report", handler))
+    message_id = add(engine)
+    (request,) = location.poll("report")
+    with ThreadPoolExecutor(1) as daemon:
+        first = daemon.submit(location.execute, "report", request)
+        wait_until(lambda: executed)
+        second = location.execute("report", request)
+        inside.wait()
+        assert first.result().success
+    assert second.success
+    assert "is being processed by" in metadata(second)["reason"]
+    assert executed == [message_id]
+
+
+def test_the_ledger_answers_for_runs_that_were_pruned_and_nothing_is_run_again(
+    locate: Locate, engine: Engine, instance: dg.DagsterInstance
+) -> None:
+    location = locate(JobKind("report", do_nothing))
+    message_id = add(engine)
+    (result,) = location.serve("report")
+    instance.delete_run(result.run_id)
+    with engine.connect() as connection:
+        (attempt,) = show_message(connection, message_id, ui_url="http://dagster").attempts
+    assert (attempt.run_id, attempt.outcome) == (result.run_id, "succeeded")
+    assert location.poll("report") == []
+
+
+def test_many_runs_in_a_row_open_a_bounded_number_of_database_sessions(locate: Locate, engine: Engine) -> None:
+    location = locate(JobKind("report", do_nothing))
+    # The tests' own engine has the connections that it needs.
+    add(engine)
+    opened: list[object] = []
+
+    def count(connection: Any, _record: object) -> None:
+        # Dagster's own storage is SQLite here.
+        if isinstance(connection, psycopg.Connection):
+            opened.append(connection)
+
+    event.listen(Pool, "connect", count)
+    try:
+        for _ in range(20):
+            add(engine)
+            assert all(result.success for result in location.serve("report"))
+    finally:
+        event.remove(Pool, "connect", count)
+    # One engine for the process, and a run needs two of its connections at a time at most.
+    assert 1 <= len(opened) <= 2
 
 
 def test_turning_a_sensor_off_or_a_higher_priority_takes_effect_at_the_next_poll(

@@ -83,6 +83,10 @@ def test_the_demo_ends_by_itself_with_a_proof(tmp_path: Path) -> None:
         "pending": 0,
         "duplicates": 0,
         "runs": 5,
+        "jobs": 12,
+        "jobs_succeeded": 10,
+        "jobs_given_up": 2,
+        "job_attempts": 20,
         "verified": True,
     }
     assert seconds > 0

@@ -1,0 +1,81 @@
+"""One running stack for all tests of it: real daemon, sensors and webserver, the shipped dagster.yaml."""
+
+import json
+import os
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from sqlalchemy import Engine
+
+from outbox_pipelines.local.stack import Stack, free_port, running_stack
+from outbox_pipelines.settings import load_settings
+from tests.conftest import made_database
+from tests.scripted_service import ScriptedService, accept
+
+PATIENCE = 120.0
+"""Seconds for what takes some polls and starts of runs."""
+
+
+@pytest.fixture(scope="session")
+def ml() -> Iterator[ScriptedService]:
+    """The ML service that the stack's runs call."""
+    with ScriptedService() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def stack(server_url: str, ml: ScriptedService, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Webserver, daemon and code server, with the shipped settings of the instance."""
+    name = f"outbox_stack_{os.getpid()}"
+    with made_database(server_url, name) as url, made_database(server_url, f"{name}_dagster"):
+        settings = load_settings(
+            database_url=url,
+            ml_target=ml.target,
+            home=tmp_path_factory.mktemp("home"),
+            poll_seconds=5,
+            recovery_seconds=5,
+            kinds="tests.local.stack_kinds:KINDS",
+            ml_deadline_seconds=60,
+        )
+        with running_stack(settings, say=print, log=lambda _line: None, port=free_port()) as running:
+            yield running
+            children = psutil.Process().children(recursive=True)
+        _, alive = psutil.wait_procs(
+            [child for child in children if "dagster" in " ".join(_command(child))], timeout=10
+        )
+        assert alive == [], "processes were left behind"
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.NoSuchProcess:
+        return []
+
+
+@pytest.fixture
+def engine(stack: Stack) -> Engine:
+    """The stack's database."""
+    return stack.database.engine
+
+
+@pytest.fixture(autouse=True)
+def _accepting(ml: ScriptedService) -> Iterator[None]:
+    yield
+    ml.answer = accept
+
+
+def ask(stack: Stack, query: str, **variables: object) -> dict[str, Any]:
+    """Ask the webserver over GraphQL."""
+    request = urllib.request.Request(
+        f"{stack.ui_url}/graphql",
+        json.dumps({"query": query, "variables": variables}).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        answer: dict[str, Any] = json.load(response)
+    assert "errors" not in answer, answer
+    return dict(answer["data"])
