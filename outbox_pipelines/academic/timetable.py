@@ -60,7 +60,7 @@ def solve(
     """Find a timetable.
 
     >>> solve(shipped_instance("comp01"), seed=1).cost.total        # doctest: +SKIP
-    13
+    9
 
     Args:
         instance: what to plan.

@@ -77,7 +77,7 @@ _ENDED = {"failed": "could not be made", "cancelled": "was cancelled"}
 
 
 def _post(session: Session, publication_id: int, timetable_id: int, reason: str | None) -> int:
-    """Write the notice; gives how many lectures are on it."""
+    """Write the notice; gives how many lectures are on it, none of a timetable that was not made."""
     session.execute(
         text("""
             INSERT INTO academic.notices (publication_id, timetable_id, reason)
@@ -85,8 +85,6 @@ def _post(session: Session, publication_id: int, timetable_id: int, reason: str 
         """),
         {"publication": publication_id, "timetable": timetable_id, "reason": reason},
     )
-    if reason is not None:
-        return 0
     copied = session.execute(
         text("""
             INSERT INTO academic.notice_lectures (publication_id, course, day, period, room)

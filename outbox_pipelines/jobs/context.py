@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
@@ -22,6 +22,8 @@ from outbox_pipelines.lease.lease import lost
 _logger = logging.getLogger(__name__)
 
 _LONGEST_STEP = 200
+_STEP_LOCK_MILLISECONDS = 500
+
 _LEAST_SECONDS_BETWEEN = 0.25
 """Between two writings of the same step's fraction; a handler may call as often as it likes."""
 
@@ -121,17 +123,32 @@ class JobContext:
         try:
             with self._engine.begin() as connection:
                 ours = note_progress(connection, self.claimed, *told)
-                if ours and self._domain is not None and self.job_id is not None and not same_step:
-                    self._domain.note_step(connection, self.job_id, told[0])
         except DBAPIError as error:
             # Only told to people: the work itself goes on.
             _logger.warning("progress of message %s could not be noted: %s", self.message_id, type(error).__name__)
             ours = True
+        if ours and not same_step:
+            self._note_step(told[0])
         if not ours:
             self.cancel()
             self.heeded = True
             raise lost(self.claimed.lease)
         self._on_progress(*told)
+
+    def _note_step(self, step: str) -> None:
+        """Show the step in the domain job, in a transaction of its own.
+
+        The handler itself may have that row locked, in a transaction that it has open: then the
+        message's row, which heartbeats need, must not be held meanwhile, nor the handler for long.
+        """
+        if self._domain is None or self.job_id is None:
+            return
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(text(f"SET LOCAL lock_timeout = '{_STEP_LOCK_MILLISECONDS}ms'"))
+                self._domain.note_step(connection, self.job_id, step)
+        except Exception as error:  # a user's adapter or table may do anything; the work itself goes on
+            _logger.warning("the step of job %s could not be noted: %s", self.job_id, type(error).__name__)
 
     @contextmanager
     def session(self) -> Iterator[Session]:
@@ -142,8 +159,9 @@ class JobContext:
     def complete_in(self, session: Transaction) -> None:
         """Complete the job in a transaction of the handler's: its effect and this, or neither.
 
-        To be called when the effect has been written, as the last thing in the transaction: the
-        message's row stays locked until the commit. The session must be on the outbox's database.
+        To be called when the effect has been written, late in the transaction: the message's row
+        stays locked until the commit. What follows is the domain job's mark, in the order in which
+        whoever cancels a job locks the two. The session must be on the outbox's database.
 
         Raises:
             LeaseLost: the job is somebody else's by now. Let it pass, so that the effect is rolled back.

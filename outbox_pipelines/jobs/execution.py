@@ -35,6 +35,9 @@ ABANDON_SECONDS = 2.0
 
 _LEASE_LOOK_SECONDS = 1.0
 
+_WAITED_SECONDS = 1.0
+"""How long a claim may wait in memory before it is looked at again when its turn comes."""
+
 
 class Stop(StrEnum):
     """Why a handler is stopped."""
@@ -179,8 +182,8 @@ class Execution:
     # The handler
 
     def _without_handler(self) -> Ended | None:
-        if not self._keeper.is_held(self.claimed.lease):
-            # It may have waited in memory for a while.
+        if not self._keeper.is_held(self.claimed.lease, known_for=_WAITED_SECONDS):
+            # Cancelled, for example, while it waited in memory.
             return self._lost()
         limit = self._kind.attempts
         if self.claimed.attempt > limit:

@@ -125,20 +125,26 @@ class LeaseKeeper:
             held = self._held.get(lease)
             return held.renewals if held is not None else 0
 
-    def is_held(self, lease: Lease) -> bool:
+    def is_held(self, lease: Lease, *, known_for: float | None = None) -> bool:
         """Whether the lease may be relied on; asks the database when renewals have been missed.
 
         No when the database says so, and also when it cannot be reached for as long as the
         lease was known to run: another may have taken over by then.
+
+        Args:
+            lease: one that was given to :meth:`hold`.
+            known_for: seconds since the last renewal after which the database is asked; when the
+                lease has run out by our clock, if not given.
         """
+        sure_for = lease.seconds if known_for is None else min(known_for, lease.seconds)
         while True:
             with self._lock:
                 held = self._held.get(lease)
                 if held is None:
                     return False
-                if time.monotonic() < held.renewed_at + lease.seconds:
+                if time.monotonic() < held.renewed_at + sure_for:
                     return True
-                question = self._ask()
+                question = self._ask(lease)
             if not question.answered.wait(max(0.0, question.asked_at + _ANSWER_SECONDS - time.monotonic())):
                 return False
             if lease in question.leases:
@@ -199,12 +205,12 @@ class LeaseKeeper:
             # It has died; the reading thread starts another.
             return
 
-    def _ask(self) -> "_Question":
-        """Ask the database about all leases that ran out by our clock, in a thread: it may never answer."""
+    def _ask(self, lease: Lease) -> "_Question":
+        """Ask the database about this lease and all that ran out, in a thread: it may never answer."""
         if self._question is None or self._question.answered.is_set():
             now = time.monotonic()
-            stale = {lease for lease, held in self._held.items() if now >= held.renewed_at + lease.seconds}
-            self._question = _Question(stale, now)
+            stale = {one for one, held in self._held.items() if now >= held.renewed_at + one.seconds}
+            self._question = _Question({lease, *stale}, now)
             threading.Thread(target=self._answer, args=(self._question,), name="lease-question", daemon=True).start()
         return self._question
 
@@ -216,7 +222,7 @@ class LeaseKeeper:
             # One whose row is locked is ours still: its handler's own transaction, completing it, for example.
             question.held = question.leases - renewal.lost
         except SQLAlchemyError as error:
-            _logger.warning("a lease ran out while the database could not be asked: %s", type(error).__name__)
+            _logger.warning("the database could not be asked about a lease: %s", type(error).__name__)
         finally:
             question.answered.set()
 

@@ -194,12 +194,17 @@ class _Keeper:
     def _give_back(self) -> None:
         """The worker is dead, and its claims with it: others need not wait for the leases to end."""
         ends_at = time.monotonic() + _GIVE_BACK_SECONDS
-        while self._held and self._engine is not None and time.monotonic() < ends_at:
+        found_none = 0
+        # Twice, since rows are passed by that the dead worker's last statement has still locked.
+        while self._held and self._engine is not None and found_none < 2 and time.monotonic() < ends_at:
             try:
                 with self._engine.begin() as connection:
-                    if not expire_dead(connection, [kept.lease for kept in self._held.values()]):
-                        return
+                    given_back = expire_dead(connection, [kept.lease for kept in self._held.values()])
             except SQLAlchemyError as error:
                 # Should it not work at all, the leases end by themselves.
                 sys.stderr.write(f"giving back failed and will be tried again: {type(error).__name__}\n")
+                time.sleep(_LOOK_SECONDS)
+                continue
+            if not given_back:
+                found_none += 1
                 time.sleep(_LOOK_SECONDS)

@@ -15,8 +15,8 @@ from outbox_pipelines.jobs.execution import Ended, Execution, Stop
 from outbox_pipelines.jobs.keeper import LeaseKeeper
 from outbox_pipelines.jobs.kinds import JobKind
 from outbox_pipelines.jobs.message import AttemptOutcome, Care, Claimed, Settlement
-from outbox_pipelines.jobs.recovery import Served
-from outbox_pipelines.jobs.runner import settle_with_domain
+from outbox_pipelines.jobs.runner import is_locked, settle_with_domain
+from outbox_pipelines.jobs.transport import Served
 from outbox_pipelines.lease.lease import Lease
 
 _logger = logging.getLogger(__name__)
@@ -204,11 +204,32 @@ class Lane:
                 _logger.warning("kind %s: settling and claiming failed: %s", self.kind.name, reason)
                 with self._lock:
                     self._woken = True
+                if is_locked(error):
+                    ended = self._end_each(ended)
+                    continue
                 time.sleep(pause)
                 pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
                 continue
             pause = _FIRST_PAUSE_SECONDS
             ended = []
+
+    def _end_each(self, ended: Sequence[Ended]) -> list[Ended]:
+        """End each in a transaction of its own, and leave those whose rows stay locked to their leases.
+
+        Such a row may be locked by a handler that was left to itself in the middle of a
+        transaction; the others must not wait for it.
+        """
+        again = []
+        for one in ended:
+            try:
+                self._turn([one], claim=False)
+            except Exception as error:  # as in the pump
+                if is_locked(error):
+                    self._keeper.drop([one.claimed.lease])
+                    _tell(self.kind, one, lost=True)
+                else:
+                    again.append(one)
+        return again
 
     def _is_over(self) -> bool:
         return self._stopping and not self._running and not self._queue and not self._ended

@@ -3,21 +3,23 @@
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import dagster as dg
-from dagster import MetadataValue, RunsFilter
+from dagster import DagsterRunStatus, MetadataValue, RunsFilter
 from pydantic import Field
+from sqlalchemy import Engine
 
 from outbox_pipelines.database.database import Database
 from outbox_pipelines.jobs.keeper import LeaseKeeper
 from outbox_pipelines.jobs.kinds import JobKind, Kinds
 from outbox_pipelines.jobs.message import AttemptOutcome, NotClaimed
 from outbox_pipelines.jobs.publisher import Publisher, places
-from outbox_pipelines.jobs.recovery import Served, note_served, recover, recover_orphans
+from outbox_pipelines.jobs.recovery import note_served, recover, recover_orphans
 from outbox_pipelines.jobs.report import not_claimed_line, polled_line, report_line
 from outbox_pipelines.jobs.runner import Report, Runner
-from outbox_pipelines.jobs.transport import Fate, Published
+from outbox_pipelines.jobs.transport import Fate, Published, Served
 from outbox_pipelines.settings import Settings
 
 KIND_TAG = "outbox/kind"
@@ -25,6 +27,9 @@ MESSAGE_TAG = "outbox/message"
 ATTEMPT_TAG = "outbox/attempt"
 RUN_KEY_TAG = "dagster/run_key"
 SERVER = "dagster"
+
+_START_TIMEOUT = timedelta(minutes=3)
+"""How long a run may take to start; dagster.yaml says the same."""
 
 _KEEPER_DELAY_SECONDS = 2.0
 """Jobs that are over before need no keeper; the first heartbeat is due after 5 s at the earliest."""
@@ -140,15 +145,11 @@ class JobPipeline:
     # The sensors
 
     def _poll(self, context: dg.SensorEvaluationContext, kind: JobKind) -> dg.SensorResult:
-        engine = self.database.migrated_engine()
-        runs = _DagsterRuns(context.instance, kind)
-        polled = Publisher(engine, runs, timeout=self.settings.publish_timeout_seconds).poll_in_detail(kind)
-        with engine.begin() as connection:
-            due, in_flight = places(connection, kind.name)
-            note_served(connection, SERVER, [Served(kind.name, kind.consumers, running=in_flight)])
-        if runs.requests:
-            return dg.SensorResult(run_requests=runs.requests)
-        return dg.SensorResult(skip_reason=polled_line(kind, polled, due=due, in_flight=in_flight))
+        transport = RunTransport(self.database.migrated_engine(), context.instance, {kind.name: kind}, self.settings)
+        transport.wake(kind.name)
+        if transport.requests:
+            return dg.SensorResult(run_requests=transport.requests)
+        return dg.SensorResult(skip_reason=transport.skip_reason)
 
     def _recover(self, _context: dg.SensorEvaluationContext) -> dg.SensorResult:
         engine = self.database.migrated_engine()
@@ -164,37 +165,87 @@ class JobPipeline:
         return dg.SensorResult(skip_reason=done.words())
 
 
-class _DagsterRuns:
+class RunTransport:
+    """The transport over Dagster's runs: what one tick of a kind's sensor does.
+
+    Args:
+        engine: the database.
+        instance: where the runs are.
+        kinds: what is served.
+        settings: how long to believe in what.
+    """
+
+    def __init__(
+        self, engine: Engine, instance: dg.DagsterInstance, kinds: Mapping[str, JobKind], settings: Settings
+    ) -> None:
+        self._engine = engine
+        self._instance = instance
+        self._kinds = kinds
+        self._settings = settings
+        self._stopped = False
+        self.requests: list[dg.RunRequest] = []
+        """The runs that are asked for."""
+        self.skip_reason = ""
+        """Why no more, as facts."""
+
+    def wake(self, kind: str) -> None:
+        """See :class:`~outbox_pipelines.jobs.transport.Transport`."""
+        if self._stopped:
+            return
+        timeout = self._settings.publish_timeout_seconds
+        runs = _Runs(self._instance, kind, self.requests, believe_for=_START_TIMEOUT + timedelta(seconds=timeout))
+        polled = Publisher(self._engine, runs, timeout=timeout).poll(self._kinds[kind])
+        with self._engine.begin() as connection:
+            due, in_flight = places(connection, kind)
+            note_served(connection, SERVER, [Served(kind, self._kinds[kind].consumers, running=in_flight)])
+        self.skip_reason = polled_line(self._kinds[kind], polled, due=due, in_flight=in_flight)
+
+    def served(self) -> list[Served]:
+        """See :class:`~outbox_pipelines.jobs.transport.Transport`."""
+        with self._engine.connect() as connection:
+            return [
+                Served(name, kind.consumers, running=places(connection, name)[1]) for name, kind in self._kinds.items()
+            ]
+
+    def stop(self) -> None:
+        """See :class:`~outbox_pipelines.jobs.transport.Transport`; what is published waits for its run."""
+        self._stopped = True
+
+
+class _Runs:
     """Dagster's runs of one kind, to the publisher."""
 
-    def __init__(self, instance: dg.DagsterInstance, kind: JobKind) -> None:
+    def __init__(
+        self, instance: dg.DagsterInstance, kind: str, requests: list[dg.RunRequest], *, believe_for: timedelta
+    ) -> None:
         self._instance = instance
         self._kind = kind
-        self.requests: list[dg.RunRequest] = []
+        self._requests = requests
+        self._believe_for = believe_for
 
     def fates(self, published: Sequence[Published]) -> Mapping[str, Fate]:
         """See :class:`~outbox_pipelines.jobs.transport.Runs`."""
         keys = [one.run_key for one in published]
+        oldest = datetime.now(UTC) - self._believe_for
         fates: dict[str, Fate] = {}
-        for run in self._instance.get_runs(RunsFilter(job_name=self._kind.name, tags={RUN_KEY_TAG: keys})):
-            key = run.tags[RUN_KEY_TAG]
-            if not run.is_finished:
-                fates[key] = Fate.ON_ITS_WAY
+        for record in self._instance.get_run_records(RunsFilter(job_name=self._kind, tags={RUN_KEY_TAG: keys})):
+            run = record.dagster_run
+            waits = run.status in {DagsterRunStatus.QUEUED, DagsterRunStatus.NOT_STARTED}
+            # To claim is the first thing that a run does: one that has been running for a while and has not is dead,
+            # whatever its status says. (If not, it finds the message taken.)
+            if waits or (not run.is_finished and record.update_timestamp > oldest):
+                fates[run.tags[RUN_KEY_TAG]] = Fate.ON_ITS_WAY
             else:
-                fates.setdefault(key, Fate.ENDED)
+                fates.setdefault(run.tags[RUN_KEY_TAG], Fate.ENDED)
         return fates
 
     def request(self, published: Sequence[Published]) -> None:
         """See :class:`~outbox_pipelines.jobs.transport.Runs`."""
-        self.requests += [
+        self._requests += [
             dg.RunRequest(
                 run_key=one.run_key,
                 run_config={"ops": {"run_background_job": {"config": {"message": one.message_id}}}},
-                tags={
-                    KIND_TAG: self._kind.name,
-                    MESSAGE_TAG: str(one.message_id),
-                    ATTEMPT_TAG: str(one.attempt),
-                },
+                tags={KIND_TAG: self._kind, MESSAGE_TAG: str(one.message_id), ATTEMPT_TAG: str(one.attempt)},
             )
             for one in published
         ]

@@ -26,7 +26,7 @@ class Polled:
 
 
 class Publisher:
-    """The transport over runs: publishes messages of a kind, at most as many as places are free.
+    """Publishes messages of a kind for runs, at most as many as places are free.
 
     Args:
         engine: the database.
@@ -39,11 +39,7 @@ class Publisher:
         self._runs = runs
         self._timeout = timeout
 
-    def poll(self, kind: JobKind) -> int:
-        """See :class:`~outbox_pipelines.jobs.transport.Transport`."""
-        return self.poll_in_detail(kind).published
-
-    def poll_in_detail(self, kind: JobKind) -> Polled:
+    def poll(self, kind: JobKind) -> Polled:
         """Confirm, then publish. Three short transactions; none is open while runs are looked up."""
         confirmed, taken_back = self._confirm(kind)
         with self._engine.begin() as connection:
@@ -56,7 +52,7 @@ class Publisher:
         with self._engine.connect() as connection:
             waiting = connection.execute(
                 text("""
-                    SELECT message_id, publish_attempts, processing_attempts, publish_token, state,
+                    SELECT message_id, publish_attempts, processing_attempts, claims, publish_token, state,
                            published_at < clock_timestamp() - make_interval(secs => :timeout) AS overdue
                     FROM outbox.messages WHERE kind = :kind AND state IN ('Publishing', 'Published')
                 """),
@@ -72,15 +68,18 @@ class Publisher:
         arrived, gone = [], []
         for row, one in zip(waiting, asked, strict=True):
             fate = fates.get(one.run_key, Fate.UNSEEN)
+            # How many publishes of the message nobody claimed; a worker's claims were not published.
+            lost = max(1, row.publish_attempts - row.claims)
             if fate is Fate.ON_ITS_WAY and row.state == State.PUBLISHING:
                 arrived.append(one)
             elif fate is Fate.ENDED:
-                gone.append((one, f"run {one.run_key} ended without claiming it; see that run"))
+                gone.append((one, f"run {one.run_key} ended without claiming it; see that run", lost))
             elif fate is Fate.UNSEEN and row.overdue:
-                gone.append((one, f"no run {one.run_key} came within {self._timeout:g} s"))
+                gone.append((one, f"no run {one.run_key} came within {self._timeout:g} s", lost))
         with self._engine.begin() as connection:
+            _take_turns(connection, kind)
             confirmed = confirm(connection, arrived)
-            taken_back = sum(take_back(connection, one, reason) for one, reason in gone)
+            taken_back = sum(take_back(connection, one, reason, lost=lost) for one, reason, lost in gone)
         return confirmed, taken_back
 
 
@@ -107,10 +106,7 @@ def publish(connection: Connection, kind: JobKind) -> list[Published]:
     the same places free. The messages themselves are protected by SKIP LOCKED and their state.
     """
     token = uuid4()
-    connection.execute(
-        text("SELECT pg_advisory_xact_lock(hashtext('outbox_pipelines publish'), hashtext(:kind))"),
-        {"kind": kind.name},
-    )
+    _take_turns(connection, kind)
     rows = connection.execute(
         text("""
             WITH due AS MATERIALIZED (
@@ -135,6 +131,13 @@ def publish(connection: Connection, kind: JobKind) -> list[Published]:
     return [Published(row.message_id, row.publish_attempts, row.processing_attempts + 1, token) for row in ordered]
 
 
+def _take_turns(connection: Connection, kind: JobKind) -> None:
+    connection.execute(
+        text("SELECT pg_advisory_xact_lock(hashtext('outbox_pipelines publish'), hashtext(:kind))"),
+        {"kind": kind.name},
+    )
+
+
 def confirm(connection: Connection, arrived: list[Published]) -> int:
     """Publishing to Published: their runs have been seen. Says how many were still waiting for that."""
     if not arrived:
@@ -150,11 +153,10 @@ def confirm(connection: Connection, arrived: list[Published]) -> int:
     return int(done.rowcount)
 
 
-def take_back(connection: Connection, one: Published, reason: str) -> bool:
-    """Publishing or Published to Pending, after a pause that grows: its run is not going to claim it."""
-    pause = backoff_seconds(
-        one.publish_attempt - one.attempt + 1, first=_FIRST_PAUSE_SECONDS, maximum=_LONGEST_PAUSE_SECONDS
-    )
+def take_back(connection: Connection, one: Published, reason: str, *, lost: int) -> bool:
+    """Publishing or Published to Pending, after a pause that grows with the publishes that were lost:
+    its run is not going to claim it."""
+    pause = backoff_seconds(lost, first=_FIRST_PAUSE_SECONDS, maximum=_LONGEST_PAUSE_SECONDS)
     done = connection.execute(
         text("""
             UPDATE outbox.messages

@@ -10,6 +10,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from outbox_pipelines.database.error_text import first_line
 from outbox_pipelines.jobs.kinds import JobKind, Kinds
 from outbox_pipelines.jobs.outbox import EXPIRED_AT_ONCE, expire
+from outbox_pipelines.jobs.transport import Served
 from outbox_pipelines.wording import counted
 
 _logger = logging.getLogger(__name__)
@@ -49,18 +50,6 @@ class Recovered:
         return "; ".join((facts or ["nothing to recover"]) + self.problems)
 
 
-@dataclass(frozen=True)
-class Served:
-    """How a code location or worker serves a kind."""
-
-    kind: str
-    consumers: int
-    running: int = 0
-    prefetched: int = 0
-    progress_age: float = 0.0
-    """Seconds since it last got on: a job ended or told of progress, or there was nothing to do."""
-
-
 def recover(engine: Engine, kinds: Kinds, *, publish_timeout: float, also_published: bool = False) -> Recovered:
     """Bring back lost claims and publishes, and park what nobody serves. A few short transactions.
 
@@ -81,7 +70,7 @@ def recover(engine: Engine, kinds: Kinds, *, publish_timeout: float, also_publis
             break
     with engine.begin() as connection:
         done.lost_publishes = _take_back(connection, list(kinds), publish_timeout, also_published)
-        done.parked = _park(connection)
+        done.parked = _park(connection, list(kinds))
     return done
 
 
@@ -176,7 +165,7 @@ def _take_back(connection: Connection, kinds: list[str], timeout: float, also_pu
     return int(done.rowcount)
 
 
-def _park(connection: Connection) -> int:
+def _park(connection: Connection, served: list[str]) -> int:
     """Say why messages of unregistered kinds wait, a thousand at a time, and unsay it where they are served.
 
     Only words: a claim of a registered kind pays no heed to them. The kinds that wait are found
@@ -205,7 +194,8 @@ def _park(connection: Connection) -> int:
                         ORDER BY message.kind LIMIT 1)
                 FROM waiting WHERE waiting.kind IS NOT NULL
             ), unknown AS (
-                SELECT kind FROM waiting WHERE kind IS NOT NULL AND kind NOT IN (SELECT kind FROM outbox.job_servers)
+                SELECT kind FROM waiting
+                WHERE kind <> ALL (:served) AND kind NOT IN (SELECT kind FROM outbox.job_servers)
             ), found AS (
                 SELECT message_id FROM outbox.messages
                 WHERE state = 'Pending' AND NOT parked AND kind IN (SELECT kind FROM unknown)
@@ -216,7 +206,7 @@ def _park(connection: Connection) -> int:
                                             || quote_literal(message.kind) || '; it flows once one does'
             FROM found WHERE message.message_id = found.message_id
         """),
-        {"limit": _PARKED_AT_ONCE},
+        {"limit": _PARKED_AT_ONCE, "served": served},
     )
     return int(done.rowcount)
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from uuid import UUID, uuid4
 
+import psycopg
 from sqlalchemy import Connection, Engine, text
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from outbox_pipelines.database.error_text import first_line
-from outbox_pipelines.database.steps import persistently
+from outbox_pipelines.database.steps import is_passing, persistently
 from outbox_pipelines.jobs import outbox
 from outbox_pipelines.jobs.execution import Ended, Execution, Stop
 from outbox_pipelines.jobs.keeper import LeaseKeeper
@@ -256,17 +257,26 @@ def settle_with_domain(
     return done
 
 
+def is_locked(error: Exception) -> bool:
+    """Whether a row or table was locked for longer than ``OUTBOX_LOCK_TIMEOUT``."""
+    return isinstance(getattr(error, "orig", None), psycopg.errors.LockNotAvailable)
+
+
 def close_domain_job(
     connection: Connection, kind: JobKind, message_id: int, job_id: str, outcome: Outcome, message: str | None
 ) -> None:
-    """Mark a domain job failed or cancelled, with a message for people."""
+    """Mark a domain job failed or cancelled, with a message for people.
+
+    Raises:
+        DBAPIError: when the connection is lost, or the domain job locked for too long.
+    """
     assert kind.domain is not None
     try:
         with connection.begin_nested():
             kind.domain.close(connection, job_id, outcome, message or str(outcome))
     except Exception as error:  # a user's adapter or table may do anything; the message must not be stuck for it
-        if connection.invalidated:
-            # Nothing more can be said on it: the whole transaction is tried again.
+        if connection.invalidated or is_locked(error) or (isinstance(error, DBAPIError) and is_passing(error)):
+            # Tried again with the whole transaction, or when the lease has ended: it is not the table's fault.
             raise
         told = f"; its domain job could not be marked: {first_line(getattr(error, 'orig', None) or error)}"
         _logger.warning("kind %s, message %s%s", kind.name, message_id, told)

@@ -6,18 +6,35 @@ from enum import Enum, auto
 from typing import Protocol
 from uuid import UUID
 
-from outbox_pipelines.jobs.kinds import JobKind
+
+@dataclass(frozen=True)
+class Served:
+    """How a code location or worker serves a kind."""
+
+    kind: str
+    consumers: int
+    running: int = 0
+    prefetched: int = 0
+    progress_age: float = 0.0
+    """Seconds since it last got on: a job ended or told of progress, or there was nothing to do."""
 
 
 class Transport(Protocol):
-    """Brings due messages of a kind to a runner, as many as it has places free.
+    """Brings due messages to a runner, of each kind as many at a time as it has places.
 
-    Whatever a transport does, it must end each message that it takes, or leave it where
-    recovery finds it: under a lease that ends, or under a publish that times out.
+    Whatever it does, it must end each message that it takes, or leave it where recovery finds
+    it: under a lease that ends, or under a publish that times out. One suite of tests holds
+    every transport to that.
     """
 
-    def poll(self, kind: JobKind) -> int:
-        """Look for due messages and take as many as places are free; says how many that were."""
+    def wake(self, kind: str) -> None:
+        """There may be something due of that kind: look now, rather than at the next poll."""
+
+    def served(self) -> Sequence[Served]:
+        """What is going on, kind by kind."""
+
+    def stop(self) -> None:
+        """Take no more, and give back what has not begun."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from outbox_pipelines.database.engine import open_engine
 from outbox_pipelines.jobs.keeper import LeaseKeeper
 from outbox_pipelines.jobs.kinds import JobKind, Kinds
 from outbox_pipelines.jobs.lane import Lane
-from outbox_pipelines.jobs.recovery import Recovered, Served, forget_server, note_served, recover, recover_orphans
+from outbox_pipelines.jobs.recovery import Recovered, forget_server, note_served, recover, recover_orphans
+from outbox_pipelines.jobs.transport import Served
 from outbox_pipelines.settings import Pooler, Settings
 
 _logger = logging.getLogger(__name__)
@@ -104,8 +105,14 @@ class Worker:
         """The process that keeps the leases."""
         return self._keeper.pid
 
+    def wake(self, kind: str) -> None:
+        """See :class:`~outbox_pipelines.jobs.transport.Transport`."""
+        lane = self._lanes.get(kind)
+        if lane is not None:
+            lane.wake()
+
     def served(self) -> list[Served]:
-        """What is going on, kind by kind."""
+        """See :class:`~outbox_pipelines.jobs.transport.Transport`."""
         return [lane.served() for lane in self._lanes.values()]
 
     def stop(self, grace_seconds: float | None = None, *, cut_short: threading.Event | None = None) -> None:
@@ -203,9 +210,7 @@ class Worker:
                 self._wake_all()
                 while not self._stopping.is_set():
                     for notification in driver.notifies(timeout=1.0):
-                        lane = self._lanes.get(notification.payload)
-                        if lane is not None:
-                            lane.wake()
+                        self.wake(notification.payload)
                         if self._stopping.is_set():
                             return
             finally:

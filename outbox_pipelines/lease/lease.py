@@ -163,7 +163,8 @@ def renew(connection: Connection, leases: Iterable[Lease]) -> Renewal:
         {
             "keys": [key for key, _ in held],
             "tokens": [token for _, token in held],
-            "seconds": [lease.seconds for lease in held.values()],
+            # psycopg refuses a list of whole numbers and others.
+            "seconds": [float(lease.seconds) for lease in held.values()],
         },
     )
     kept = {held[key, token] for key, token in renewed}

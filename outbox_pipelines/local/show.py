@@ -126,10 +126,11 @@ def _tenants_table(counts: list[TenantCounts]) -> Table:
 
 
 def _jobs_table(kinds: list[KindCounts]) -> Table:
-    table = Table("job kind", title="job outbox", title_justify="left")
-    for head in ("waiting", "running", "succeeded", "given up", "attempts"):
+    table = Table(title="job outbox", title_justify="left")
+    table.add_column("job kind", no_wrap=True)
+    for head in ("wait", "run", "done", "given up", "tries"):
         table.add_column(head, justify="right")
-    table.add_column("progress")
+    table.add_column("progress", no_wrap=True)
     for entry in kinds:
         table.add_row(
             entry.kind,

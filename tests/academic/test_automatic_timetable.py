@@ -8,7 +8,7 @@ from outbox_pipelines.academic.domain_jobs import EndedMeanwhile, UnfitJob
 from outbox_pipelines.academic.instance import shipped_instance
 from outbox_pipelines.academic.requests import request_timetable
 from outbox_pipelines.academic.rules import Lecture, cost, violations
-from outbox_pipelines.academic.timetable import SearchStopped
+from outbox_pipelines.academic.timetable import SearchStopped, solve
 from outbox_pipelines.jobs.context import GiveUp
 from outbox_pipelines.jobs.enqueue import enqueue_job
 from outbox_pipelines.lease.lease import LeaseLost
@@ -32,6 +32,7 @@ def test_the_lectures_are_stored_and_the_job_is_done(school: Engine) -> None:
     make_timetable(attempt)
     stored = [Lecture(*row) for row in rows(school, "SELECT course, day, period, room FROM academic.lectures")]
     assert len(stored) == 160
+    assert sorted(stored) == list(solve(shipped_instance("comp01"), seed=3, iterations=2_000).timetable)
     assert violations(shipped_instance("comp01"), stored) == []
     found = cost(shipped_instance("comp01"), stored).total
     (job,) = rows(school, f"SELECT * FROM academic.timetable_jobs WHERE id = {job_id}")

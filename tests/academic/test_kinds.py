@@ -1,13 +1,17 @@
 """The sample kinds as a whole: requested by the application, run by the package, through to their end."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 
+from outbox_pipelines.academic import automatic_timetable
+from outbox_pipelines.academic.instance import Instance
 from outbox_pipelines.academic.kinds import KINDS
 from outbox_pipelines.academic.requests import request_makeup_exam, request_publication, request_timetable
+from outbox_pipelines.academic.timetable import Solution, solve
 from outbox_pipelines.jobs.keeper import LeaseKeeper
 from outbox_pipelines.jobs.kinds import load_kinds
 from outbox_pipelines.jobs.message import AttemptOutcome
@@ -86,6 +90,26 @@ def test_a_job_that_nobody_can_work_on_is_given_up_at_once(school: Engine, work:
     assert rows(school, "SELECT status, message FROM academic.timetable_jobs") == [
         ("failed", "there is no instance 'comp99'; these come with the package: comp01")
     ]
+    publication_id = request(school, request_publication, 4711)
+    assert work("timetable_publishing", publication_id) is AttemptOutcome.GIVEN_UP
+    assert rows(school, "SELECT status, message FROM academic.publication_jobs") == [
+        ("failed", "there is no timetable 4711 to publish")
+    ]
+
+
+def test_a_timetable_that_its_users_cancel_meanwhile_is_not_made_again(
+    school: Engine, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def solve_while_users_cancel(instance: Instance, **how: Any) -> Solution:
+        run(school, "UPDATE academic.timetable_jobs SET status = 'cancelled'")
+        return solve(instance, **how)
+
+    monkeypatch.setattr(automatic_timetable, "solve", solve_while_users_cancel)
+    timetable_id = request(school, request_timetable, iterations=0)
+    assert work("automatic_timetable", timetable_id) is AttemptOutcome.FAILED
+    assert work("automatic_timetable", timetable_id) is AttemptOutcome.CANCELLED
+    assert rows(school, "SELECT status FROM academic.timetable_jobs") == [("cancelled",)]
+    assert rows(school, "SELECT FROM academic.lectures") == []
 
 
 def test_a_timetable_that_its_users_cancel_is_not_made(school: Engine, work: Work) -> None:

@@ -19,6 +19,7 @@ from outbox_pipelines.jobs.actions import cancel
 from outbox_pipelines.jobs.kinds import Kinds
 from outbox_pipelines.jobs.look import show_message
 from outbox_pipelines.settings import Settings
+from tests.jobs.location import Location
 from tests.outboxes import wait_until
 
 
@@ -28,36 +29,6 @@ def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
     no_logs = {"module": "dagster._core.storage.noop_compute_log_manager", "class": "NoOpComputeLogManager"}
     with dg.instance_for_test(temp_dir=str(tmp_path), overrides={"compute_logs": no_logs}) as made:
         yield made
-
-
-class Location:
-    """A code location with some kinds, evaluated and executed against one instance as the daemon would."""
-
-    def __init__(self, settings: Settings, instance: dg.DagsterInstance, *kinds: JobKind) -> None:
-        self.definitions = build_definitions(kinds=kinds, settings=settings)
-        self.instance = instance
-
-    def tick(self, sensor: str) -> dg.SensorResult:
-        """Evaluate a sensor once."""
-        context = dg.build_sensor_context(instance=self.instance, definitions=self.definitions)
-        result = self.definitions.get_sensor_def(sensor)(context)
-        assert isinstance(result, dg.SensorResult)
-        return result
-
-    def poll(self, kind: str) -> list[dg.RunRequest]:
-        """What the kind's sensor asks for."""
-        return list(self.tick(f"{kind}_sensor").run_requests or [])
-
-    def execute(self, kind: str, request: dg.RunRequest) -> dg.ExecuteInProcessResult:
-        """Execute a requested run, with the tags that the daemon gives it."""
-        tags = {**request.tags, **({"dagster/run_key": request.run_key} if request.run_key else {})}
-        return self.definitions.get_job_def(kind).execute_in_process(
-            instance=self.instance, run_config=request.run_config, tags=tags, raise_on_error=False
-        )
-
-    def serve(self, kind: str) -> list[dg.ExecuteInProcessResult]:
-        """Poll and execute once."""
-        return [self.execute(kind, request) for request in self.poll(kind)]
 
 
 Locate = Callable[..., Location]
@@ -358,6 +329,20 @@ def test_many_runs_in_a_row_open_a_bounded_number_of_database_sessions(locate: L
         event.remove(Pool, "connect", count)
     # One engine for the process, and a run needs two of its connections at a time at most.
     assert 1 <= len(opened) <= 2
+
+
+def test_a_run_that_is_said_to_be_running_and_has_not_claimed_is_not_believed_for_ever(
+    locate: Locate, engine: Engine, instance: dg.DagsterInstance
+) -> None:
+    location = locate(JobKind("report", do_nothing))
+    add(engine)
+    (request,) = location.poll("report")
+    tags = {"dagster/run_key": str(request.run_key), **request.tags}
+    instance.add_run(dg.DagsterRun(job_name="report", status=DagsterRunStatus.STARTED, tags=tags))
+    assert skipped(location.tick("report_sensor")) == "no job is due; 1 of 2 places taken"
+    with instance.run_storage.connect() as connection:  # type: ignore[attr-defined]
+        connection.execute(text("UPDATE runs SET update_timestamp = '2001-01-01 00:00:00.000000'"))
+    assert skipped(location.tick("report_sensor")) == "no job is due; 1 publish taken back"
 
 
 def test_turning_a_sensor_off_or_a_higher_priority_takes_effect_at_the_next_poll(
