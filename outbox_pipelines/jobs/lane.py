@@ -1,4 +1,4 @@
-"""A worker's lane: one kind's queue in memory, its consumers, and the pump that feeds them."""
+"""A worker's lane: one kind's queue in memory, its consumers, and the threads that feed them and write their ends."""
 
 import logging
 import threading
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from uuid import UUID, uuid4
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Engine
 
 from outbox_pipelines.database.error_text import first_line
 from outbox_pipelines.jobs import outbox
@@ -24,12 +24,16 @@ _logger = logging.getLogger(__name__)
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
 
+_SETTLERS = 2
+"""Threads that write ends: while one waits for its commit, the other writes the next."""
+
 
 class Lane:
     """Takes messages of one kind in batches, has them worked on, and ends them in batches.
 
     Kinds share nothing that one could hold up for another: each has its own lane, with its own
-    threads, connection and queue.
+    threads, connections and queue. Claiming and settling have a thread each, so that neither
+    waits for the other's commit.
 
     Args:
         kind: whose messages.
@@ -64,23 +68,32 @@ class Lane:
         self._holder = holder
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
-        self._pump_wanted = threading.Condition(self._lock)
+        self._room = threading.Condition(self._lock)
+        self._endings = threading.Condition(self._lock)
         # With the lock held:
         self._queue: deque[Claimed] = deque()
         self._running: dict[Lease, Execution] = {}
         self._ended: list[Ended] = []
+        self._settling = 0
+        self._claiming = False
         self._woken = True
-        self._stopping = False
-        self._progressed_at = time.monotonic()
-        # The pump's own:
         self._more = True
         self._looked_at = 0.0
+        self._stopping = False
+        self._progressed_at = time.monotonic()
+        # The claimer's own: the token of a claim whose outcome is unknown.
         self._unsure: UUID | None = None
-        self._pump = threading.Thread(target=self._pump_until_done, name=f"pump-{kind.name}", daemon=True)
+        self._claimer = threading.Thread(target=self._claim_until_stopped, name=f"claim-{kind.name}", daemon=True)
+        self._settlers = [
+            threading.Thread(target=self._settle_until_done, name=f"settle-{kind.name}", daemon=True)
+            for _ in range(_SETTLERS)
+        ]
 
     def start(self) -> None:
         """Begin to claim."""
-        self._pump.start()
+        self._claimer.start()
+        for settler in self._settlers:
+            settler.start()
         for _ in range(self._consumers):
             self._start_consumer()
 
@@ -88,7 +101,7 @@ class Lane:
         """There may be something due."""
         with self._lock:
             self._woken = True
-            self._pump_wanted.notify()
+            self._room.notify()
 
     def stop(self) -> None:
         """Claim no more, and give back what waits in memory; running handlers go on."""
@@ -97,7 +110,8 @@ class Lane:
             self._ended += [_given_back(claimed) for claimed in self._queue]
             self._queue.clear()
             self._work.notify_all()
-            self._pump_wanted.notify()
+            self._room.notify()
+            self._endings.notify_all()
 
     def interrupt(self) -> None:
         """Stop the running handlers; their messages are given back."""
@@ -108,7 +122,7 @@ class Lane:
 
     def is_done(self) -> bool:
         """Whether all is ended and written, after :meth:`stop`."""
-        return not self._pump.is_alive()
+        return not any(thread.is_alive() for thread in (self._claimer, *self._settlers))
 
     def watch(self) -> None:
         """Stop handlers whose time is up or whose lease is lost; to be called a few times a second."""
@@ -157,7 +171,7 @@ class Lane:
                 )
                 self._running[claimed.lease] = execution
                 if self._has_room():
-                    self._pump_wanted.notify()
+                    self._room.notify()
                 return execution
 
     def _finish(self, execution: Execution, ended: Ended) -> None:
@@ -168,7 +182,8 @@ class Lane:
             if execution.claimed.care is not Care.NONE:
                 # Others like it may have been left for this place.
                 self._woken = True
-            self._pump_wanted.notify()
+            self._room.notify()
+            self._endings.notify()
 
     def _lose(self, lease: Lease) -> None:
         with self._lock:
@@ -179,75 +194,48 @@ class Lane:
         if execution is not None:
             execution.stop(Stop.LOST)
 
-    # The pump
+    # The claimer
 
-    def _pump_until_done(self) -> None:
+    def _claim_until_stopped(self) -> None:
         pause = _FIRST_PAUSE_SECONDS
-        ended: list[Ended] = []
         while True:
             with self._lock:
-                while not (ended or self._ended or self._may_claim() or self._is_over()):
+                while not (self._may_claim() or self._stopping):
                     # Without room there is nothing to look for: whoever makes some notifies.
-                    self._pump_wanted.wait(self._until_poll() if self._has_room() else None)
-                ended += self._ended
-                self._ended = []
-                if self._is_over() and not ended:
+                    self._room.wait(self._until_poll() if self._has_room() else None)
+                if self._stopping and self._unsure is None:
                     return
-                claim = self._may_claim()
-                if claim:
-                    self._woken = False
+                self._claiming, self._woken = True, False
             try:
-                self._turn(ended, claim=claim)
-            except Exception as error:  # without its pump the kind would stand still for good
-                # Nothing is forgotten: what ended is settled, and what a claim took is found, when it works again.
-                reason = first_line(getattr(error, "orig", None) or error)
-                _logger.warning("kind %s: settling and claiming failed: %s", self.kind.name, reason)
+                self._claim()
+                pause = _FIRST_PAUSE_SECONDS
+            except Exception as error:  # without its claimer the kind would stand still for good
+                self._warn("claiming", error)
                 with self._lock:
                     self._woken = True
-                if is_locked(error):
-                    ended = self._end_each(ended)
-                    continue
+                    if self._stopping:
+                        # What the claim may have taken is left to its lease.
+                        self._unsure = None
                 time.sleep(pause)
                 pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
-                continue
-            pause = _FIRST_PAUSE_SECONDS
-            ended = []
-
-    def _end_each(self, ended: Sequence[Ended]) -> list[Ended]:
-        """End each in a transaction of its own, and leave those whose rows stay locked to their leases.
-
-        Such a row may be locked by a handler that was left to itself in the middle of a
-        transaction; the others must not wait for it.
-        """
-        again = []
-        for one in ended:
-            try:
-                self._turn([one], claim=False)
-            except Exception as error:  # as in the pump
-                if is_locked(error):
-                    self._keeper.drop([one.claimed.lease])
-                    _tell(self.kind, one, lost=True)
-                else:
-                    again.append(one)
-        return again
-
-    def _is_over(self) -> bool:
-        return self._stopping and not self._running and not self._queue and not self._ended
+            finally:
+                with self._lock:
+                    self._claiming = False
+                    self._endings.notify_all()
 
     def _has_room(self) -> bool:
-        if self._stopping or len(self._queue) > self._prefetch // 2:
+        if len(self._queue) > self._prefetch // 2 or self._unsettled() > 4 * (self._prefetch + self._consumers):
             return False
         return bool(self._queue or self._prefetch) or len(self._running) < self._consumers
 
     def _may_claim(self) -> bool:
-        return self._has_room() and (self._woken or self._more or self._until_poll() <= 0)
+        return not self._stopping and self._has_room() and (self._woken or self._more or self._until_poll() <= 0)
 
     def _until_poll(self) -> float:
         return self._looked_at + self._poll_seconds - time.monotonic()
 
-    def _turn(self, ended: Sequence[Ended], *, claim: bool) -> None:
-        """One transaction: end what has ended, and claim what comes next."""
-        settlements = [one.settlement for one in ended if one.settlement is not None]
+    def _claim(self) -> None:
+        kind = self.kind
         with self._lock:
             free = max(0, self._consumers - len(self._running))
             limit = free + self._prefetch - len(self._queue)
@@ -257,47 +245,28 @@ class Lane:
         asked_at = time.monotonic()
         taken: list[Claimed] = []
         with self._engine.begin() as connection:
-            done = settle_with_domain(connection, self.kind, settlements, holder=self._holder) if settlements else set()
-            missing = [one.claimed for one in settlements if one.claimed.message_id not in done]
-            known = outbox.ended_as(connection, missing) if missing else {}
-            if claim and limit > 0:
-                taken = self._claim(connection, limit=limit, ready=free, alone=not busy_alone)
+            if self._unsure is not None:
+                taken = outbox.claimed_under(connection, kind.name, token=self._unsure, seconds=kind.lease)
+            if not taken and limit > 0 and not self._stopping:
+                self._unsure = uuid4()
+                taken = outbox.claim_due(
+                    connection,
+                    kind.name,
+                    limit=limit,
+                    ready=free,
+                    alone=not busy_alone,
+                    attempts=kind.attempts,
+                    holder=self._holder,
+                    seconds=kind.lease,
+                    token=self._unsure,
+                )
         self._unsure = None
-        self._keeper.drop([one.claimed.lease for one in ended])
-        for one in ended:
-            _tell(self.kind, one, lost=one.claimed in missing and known.get(one.claimed.message_id) is not one.outcome)
-        if claim:
-            self._looked_at = asked_at
-            self._more = len(taken) >= limit > 0
-            self._take(taken, asked_at)
-
-    def _claim(self, connection: Connection, *, limit: int, ready: int, alone: bool) -> list[Claimed]:
-        kind = self.kind
-        if self._unsure is not None:
-            found = outbox.claimed_under(connection, kind.name, token=self._unsure, seconds=kind.lease)
-            if found:
-                return found
-        self._unsure = uuid4()
-        return outbox.claim_due(
-            connection,
-            kind.name,
-            limit=limit,
-            ready=ready,
-            alone=alone,
-            attempts=kind.attempts,
-            holder=self._holder,
-            seconds=kind.lease,
-            token=self._unsure,
-        )
-
-    def _take(self, taken: Sequence[Claimed], asked_at: float) -> None:
         self._keeper.hold(
-            [claimed.lease for claimed in taken],
-            timeout=self.kind.timeout,
-            asked_at=asked_at,
-            on_lost=self._lose,
+            [claimed.lease for claimed in taken], timeout=kind.timeout, asked_at=asked_at, on_lost=self._lose
         )
         with self._lock:
+            self._looked_at = asked_at
+            self._more = len(taken) >= limit > 0
             if not taken and not self._running:
                 # Nothing to do is also getting on.
                 self._progressed_at = time.monotonic()
@@ -307,6 +276,81 @@ class Lane:
             self._queue.extendleft(claimed for claimed in reversed(taken) if claimed.care is not Care.NONE)
             self._queue.extend(claimed for claimed in taken if claimed.care is Care.NONE)
             self._work.notify(len(taken))
+
+    # The settler
+
+    def _settle_until_done(self) -> None:
+        pause = _FIRST_PAUSE_SECONDS
+        ended: list[Ended] = []
+        while True:
+            with self._lock:
+                while not (ended or self._ended or self._is_over()):
+                    self._endings.wait()
+                self._settling += len(self._ended)
+                ended += self._ended
+                self._ended = []
+                if self._is_over():
+                    self._endings.notify_all()
+            if not ended:
+                return
+            before = len(ended)
+            try:
+                self._settle(ended)
+                pause = _FIRST_PAUSE_SECONDS
+                ended = []
+            except Exception as error:  # without its settler the kind would stand still for good
+                # Nothing is forgotten: it is settled when that works again.
+                self._warn("settling", error)
+                if is_locked(error):
+                    ended = self._settle_each(ended)
+                else:
+                    time.sleep(pause)
+                    pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
+            with self._lock:
+                self._settling -= before - len(ended)
+                self._room.notify()
+
+    def _settle_each(self, ended: Sequence[Ended]) -> list[Ended]:
+        """End each in a transaction of its own, and leave those whose rows stay locked to their leases.
+
+        Such a row may be locked by a handler that was left to itself in the middle of a
+        transaction; the others must not wait for it.
+        """
+        again = []
+        for one in ended:
+            try:
+                self._settle([one])
+            except Exception as error:  # as above
+                if is_locked(error):
+                    self._keeper.drop([one.claimed.lease])
+                    _tell(self.kind, one, lost=True)
+                else:
+                    again.append(one)
+        return again
+
+    def _settle(self, ended: Sequence[Ended]) -> None:
+        """Write how these ended, in one transaction."""
+        settlements = [one.settlement for one in ended if one.settlement is not None]
+        missing: list[Claimed] = []
+        known: dict[int, AttemptOutcome] = {}
+        if settlements:
+            with self._engine.begin() as connection:
+                done = settle_with_domain(connection, self.kind, settlements, holder=self._holder)
+                missing = [one.claimed for one in settlements if one.claimed.message_id not in done]
+                known = outbox.ended_as(connection, missing) if missing else {}
+        self._keeper.drop([one.claimed.lease for one in ended])
+        for one in ended:
+            _tell(self.kind, one, lost=one.claimed in missing and known.get(one.claimed.message_id) is not one.outcome)
+
+    def _unsettled(self) -> int:
+        return len(self._ended) + self._settling
+
+    def _is_over(self) -> bool:
+        return self._stopping and not (self._running or self._queue or self._ended or self._claiming)
+
+    def _warn(self, what: str, error: Exception) -> None:
+        reason = first_line(getattr(error, "orig", None) or error)
+        _logger.warning("kind %s: %s failed and is tried again: %s", self.kind.name, what, reason)
 
 
 def _given_back(claimed: Claimed) -> Ended:

@@ -54,7 +54,7 @@ class Worker:
         self._settings = settings
         url = database.url
         threads = {kind.name: consumers or kind.consumers for kind in kinds.values()}
-        self._engine = open_engine(settings, url, application_name="outbox worker", pool_size=len(kinds) + 5)
+        self._engine = open_engine(settings, url, application_name="outbox worker", pool_size=2 * len(kinds) + 5)
         self._handlers_engine = open_engine(
             settings, url, application_name="outbox worker: handlers", pool_size=2 * sum(threads.values()) + 1
         )

@@ -85,7 +85,7 @@ def test_a_notification_wakes_a_worker_that_would_not_look_for_an_hour(engine: E
         wait_until(lambda: listens(engine))
         for _ in range(3):
             enqueue(engine)
-            wait_until(lambda: all_completed(engine), seconds=5)
+            wait_until(lambda: all_completed(engine))
 
 
 def test_what_comes_while_nobody_listens_is_found_when_the_listening_begins_again(
@@ -96,14 +96,14 @@ def test_what_comes_while_nobody_listens_is_found_when_the_listening_begins_agai
         run(engine, "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query = 'LISTEN outbox_jobs'")
         wait_until(lambda: not listens(engine))
         enqueue(engine)
-        wait_until(lambda: all_completed(engine), seconds=10)
+        wait_until(lambda: all_completed(engine))
 
 
 def test_a_worker_that_cannot_listen_polls(engine: Engine, worker: StartWorker) -> None:
     with worker(a_kind(), database_pooler=Pooler.TRANSACTION):
         for _ in range(3):
             enqueue(engine)
-            wait_until(lambda: all_completed(engine), seconds=5)
+            wait_until(lambda: all_completed(engine))
         assert not listens(engine)
         assert not value(engine, "SELECT bool_or(listening) FROM outbox.job_servers")
 
@@ -115,13 +115,13 @@ def test_a_slow_kind_does_not_delay_another(engine: Engine, worker: StartWorker)
     let_go = threading.Event()
 
     def wait(_job: JobContext) -> None:
-        let_go.wait(30)
+        let_go.wait(120)
 
     slow = a_kind("slow", wait)
     with worker(slow, a_kind("quick")):
         enqueue_many(engine, 300, "slow")
         quick = enqueue_many(engine, 300, "quick")
-        wait_until(lambda: {states(engine)[one] for one in quick} == {"Completed"}, seconds=5)
+        wait_until(lambda: {states(engine)[one] for one in quick} == {"Completed"})
         assert value(engine, "SELECT count(*) FROM outbox.messages WHERE kind = 'slow' AND state = 'Completed'") == 0
         let_go.set()
 
@@ -185,13 +185,13 @@ def test_a_kind_that_nobody_registered_is_parked_with_its_reason_and_flows_once_
 
 def test_a_kind_whose_domain_table_is_locked_does_not_stop_another(engine: Engine, worker: StartWorker) -> None:
     make_app_jobs(engine)
-    with worker(a_kind("bound", domain=APP_JOBS), a_kind("free")):
+    with worker(a_kind("bound", domain=APP_JOBS), a_kind("free"), lock_timeout=100):
         job_ids = add_app_jobs(engine, 10)
         with engine.connect() as lock, lock.begin():
             lock.exec_driver_sql("LOCK TABLE app.jobs IN ACCESS EXCLUSIVE MODE")
             bound = [enqueue(engine, "bound", job_id=job_id) for job_id in job_ids]
             free = enqueue_many(engine, 100, "free")
-            wait_until(lambda: {states(engine)[one] for one in free} == {"Completed"}, seconds=8)
+            wait_until(lambda: {states(engine)[one] for one in free} == {"Completed"})
             assert "Completed" not in {states(engine)[one] for one in bound}
         wait_until(lambda: all_completed(engine))
     assert outcomes(engine) == {"succeeded": 110}
@@ -461,17 +461,17 @@ def test_a_handler_whose_transaction_does_not_end_holds_up_no_other_job(engine: 
             with job.session() as session:
                 job.complete_in(session)
                 # In C, and the message's row is locked.
-                session.execute(text("SELECT pg_sleep(15)"))
+                session.execute(text("SELECT pg_sleep(55)"))
 
     stuck = enqueue(engine, payload={"stuck": True})
     others = enqueue_many(engine, 20)
     with worker(a_kind(handler=handler, timeout=0.3), lock_timeout=0.5):
         wait_until(lambda: row(engine, stuck).state == "Processing")
-        wait_until(lambda: {states(engine)[one] for one in others} == {"Completed"}, seconds=10)
+        wait_until(lambda: {states(engine)[one] for one in others} == {"Completed"}, seconds=20)
         # Long after it was left to itself.
         wait_until(lambda: value(engine, "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"))
         more = enqueue_many(engine, 20)
-        wait_until(lambda: {states(engine)[one] for one in more} == {"Completed"}, seconds=5)
+        wait_until(lambda: {states(engine)[one] for one in more} == {"Completed"}, seconds=20)
         assert row(engine, stuck).state == "Processing"
         assert ledger(engine, stuck) == []
 
