@@ -42,8 +42,13 @@ format: .venv/installed ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/installed ## Measure speed; prints tables and writes benchmarks/results/
+bench: .venv/bench ## Measure speed, beside pgqueuer and procrastinate; writes benchmarks/results/
 	$(BIN)/python -m benchmarks $(ARGS)
+
+.venv/bench: .venv/installed
+	@echo "installing the queues to measure beside …"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
+	@touch .venv/bench
 
 proto: .venv/installed ## Generate the gRPC code from training.proto
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \

@@ -225,6 +225,9 @@ def _wait(told: threading.Event) -> None:
 
 def _act(ids: list[int], act: Any, done: str, as_json: bool) -> None:
     """Act on each message in a transaction of its own; tell of those that it was not possible for."""
+    from sqlalchemy.exc import DBAPIError
+
+    from outbox_pipelines.database.error_text import first_line
     from outbox_pipelines.jobs.kinds import load_kinds
     from outbox_pipelines.jobs.look import show_message
     from outbox_pipelines.settings import load_settings
@@ -240,6 +243,10 @@ def _act(ids: list[int], act: Any, done: str, as_json: bool) -> None:
                     message = show_message(connection, message_id, ui_url=settings.ui_url).message
             except OutboxError as error:
                 refusals.append(str(error))
+                continue
+            except DBAPIError as error:
+                # The others are done all the same, and told.
+                refusals.append(f"message {message_id}: {first_line(error.orig)}")
                 continue
             results.append(
                 {"message_id": message_id, "was": before, "state": message.state, "outcome": message.outcome}

@@ -44,6 +44,8 @@ def open_engine(settings: Settings, url: str, *, application_name: str, pool_siz
         "keepalives_idle": 30,
         "keepalives_interval": 10,
         "keepalives_count": 3,
+        # The same where data are on their way and nobody acknowledges them, which keepalives do not watch.
+        "tcp_user_timeout": 60_000,
     }
     behind_pooler = settings.database_pooler is Pooler.TRANSACTION
     address = engine_url(url)

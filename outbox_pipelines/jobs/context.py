@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sqlalchemy import Engine, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from outbox_pipelines.database.error_text import error_text
@@ -16,7 +16,7 @@ from outbox_pipelines.database.session import Transaction, connection_of
 from outbox_pipelines.errors import OutboxError
 from outbox_pipelines.jobs.domain import Domain
 from outbox_pipelines.jobs.message import AttemptOutcome, Claimed, Settlement
-from outbox_pipelines.jobs.outbox import note_progress, settle
+from outbox_pipelines.jobs.outbox import ended_as, note_progress, settle
 from outbox_pipelines.lease.lease import lost
 
 _logger = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class JobContext:
         claimed: Claimed,
         *,
         engine: Engine,
+        handlers_engine: Engine | None = None,
         domain: Domain | None,
         holder: str,
         on_progress: Callable[[str, float | None], None],
@@ -53,6 +54,7 @@ class JobContext:
         self.heeded = False
         """Whether the handler has been told that it is cancelled."""
         self._engine = engine
+        self._handlers_engine = handlers_engine or engine
         self._domain = domain
         self._holder = holder
         self._on_progress = on_progress
@@ -123,7 +125,7 @@ class JobContext:
         try:
             with self._engine.begin() as connection:
                 ours = note_progress(connection, self.claimed, *told)
-        except DBAPIError as error:
+        except SQLAlchemyError as error:
             # Only told to people: the work itself goes on.
             _logger.warning("progress of message %s could not be noted: %s", self.message_id, type(error).__name__)
             ours = True
@@ -153,7 +155,7 @@ class JobContext:
     @contextmanager
     def session(self) -> Iterator[Session]:
         """A SQLAlchemy session on the outbox's database: commits at the end, rolls back on an error."""
-        with Session(self._engine) as session, session.begin():
+        with Session(self._handlers_engine) as session, session.begin():
             yield session
 
     def complete_in(self, session: Transaction) -> None:
@@ -168,6 +170,9 @@ class JobContext:
         """
         connection = connection_of(session)
         done = settle(connection, [Settlement(self.claimed, AttemptOutcome.SUCCEEDED)], holder=self._holder)
+        if not done and self.completing and ended_as(connection, [self.claimed]):
+            # Called before in this transaction, or in one that was committed.
+            return
         if not done:
             self.cancel()
             self.heeded = True

@@ -13,9 +13,13 @@ from typing import Protocol
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DataError
 
+from outbox_pipelines.database.error_text import error_text
 from outbox_pipelines.database.quoting import quote_identifier
 from outbox_pipelines.errors import OutboxError
 from outbox_pipelines.jobs.message import Outcome
+
+_SHORTER = (250, 50)
+"""Characters that a message is cut to where the column is too short for it."""
 
 
 class InvalidDomain(OutboxError):
@@ -35,7 +39,7 @@ class Standing(StrEnum):
     """Not wanted any more: the message is cancelled without calling the handler."""
 
     MISSING = "missing"
-    """There is no such job: the message is given up with that reason."""
+    """There is no such job, or its id is written in another way: the message is given up with that reason."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +108,20 @@ class TableDomain:
     step_column: str | None = None
     """Where the handler's current step goes, if anywhere."""
 
+    where: str | None = None
+    """A condition in SQL that tells this kind's jobs from others in the table; needed where two
+    kinds share one."""
+
     def __post_init__(self) -> None:
+        if not isinstance(self.table, str):
+            raise InvalidDomain(f"domain table {self.table!r}: name it with its schema, as in 'public.jobs'")
         schema, _, name = self.table.partition(".")
         if not schema or not name or "." in name:
             raise InvalidDomain(f"domain table {self.table!r}: name it with its schema, as in 'public.jobs'")
         if not isinstance(self.live, tuple) or not self.live:
             raise InvalidDomain(f"domain table {self.table!r}: live must be a tuple of status values, ('queued',)")
+        if not all(isinstance(value, str) for value in (*self.live, self.failed)):
+            raise InvalidDomain(f"domain table {self.table!r}: status values are texts, and failed is needed")
         final = {self.failed, self.succeeded, self.cancelled}
         both = sorted(final & set(self.live), key=str)
         if both:
@@ -117,14 +129,19 @@ class TableDomain:
 
     def standing(self, connection: Connection, job_id: str) -> Standing:
         """See :class:`Domain`."""
-        query = text(f"SELECT {_name(self.status_column)}::text FROM {self._table} WHERE {_name(self.id_column)} = :id")
+        query = text(
+            f"SELECT {_name(self.status_column)}::text, {_name(self.id_column)}::text FROM {self._table} "
+            f"WHERE {_name(self.id_column)} = :id"
+        )
         try:
             with connection.begin_nested():
                 row = connection.execute(query, {"id": job_id}).one_or_none()
         except DataError:
             # Text that is no value of the id's type.
             return Standing.MISSING
-        if row is None:
+        if row is None or row[1] != job_id:
+            # Written in another way than the table writes it ('077', a UUID without dashes), the message would
+            # not be seen to be this job's when orphans are looked for.
             return Standing.MISSING
         if self.succeeded is not None and row[0] == self.succeeded:
             return Standing.SUCCEEDED
@@ -140,10 +157,18 @@ class TableDomain:
         if self.message_column is not None:
             sets.append(f"{_name(self.message_column)} = :message")
             parameters["message"] = message
-        connection.execute(
-            text(f"UPDATE {self._table} SET {', '.join(sets)} WHERE {_name(self.id_column)} = :id AND {live}"),
-            {**parameters, "status": status, "id": job_id},
-        )
+        statement = f"UPDATE {self._table} SET {', '.join(sets)} WHERE {_name(self.id_column)} = :id AND {live}"
+        for cut in (None, *_SHORTER):
+            if cut is not None and "message" in parameters:
+                parameters["message"] = error_text(message, limit=cut)
+            try:
+                with connection.begin_nested():
+                    connection.execute(text(statement), {**parameters, "status": status, "id": job_id})
+                return
+            except DataError:
+                # The column may be shorter than the text; the status matters more.
+                if cut == _SHORTER[-1] or self.message_column is None:
+                    raise
 
     def reopen(self, connection: Connection, job_id: str) -> None:
         """See :class:`Domain`."""
@@ -170,7 +195,9 @@ class TableDomain:
     def live_jobs(self) -> LiveJobs:
         """See :class:`Domain`."""
         live, parameters = self._status_in(self.live)
-        return LiveJobs(f"SELECT {_name(self.id_column)}::text AS job_id FROM {self._table} WHERE {live}", parameters)
+        also = f" AND ({self.where})" if self.where else ""
+        query = f"SELECT {_name(self.id_column)}::text AS job_id FROM {self._table} WHERE {live}{also}"
+        return LiveJobs(query, parameters)
 
     @property
     def _table(self) -> str:

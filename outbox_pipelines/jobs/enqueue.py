@@ -17,6 +17,9 @@ from outbox_pipelines.errors import OutboxError
 from outbox_pipelines.settings import load_settings
 
 LARGEST_PRIORITY = 32_767
+_FIRST_YEAR, _LAST_YEAR = 1971, 8999
+"""Of ``run_at``. Beyond, some driver or time zone cannot say it."""
+
 _CHUNK = 5_000
 """Jobs in one INSERT."""
 
@@ -133,6 +136,8 @@ def _checked(kind: str, jobs: Iterable[NewJob]) -> list[_Row]:
 def _row(job: NewJob, limit: int) -> _Row:
     if not isinstance(job, NewJob):
         raise Unstorable(f"it is a {type(job).__name__}, and must be a NewJob")
+    if job.job_id is not None and (isinstance(job.job_id, bool) or not isinstance(job.job_id, str | int | UUID)):
+        raise Unstorable(f"job_id is a {type(job.job_id).__name__}, and must be a text, a whole number or a UUID")
     job_id = None if job.job_id is None else str(job.job_id)
     for name, value in (("job_id", job_id), ("unique_key", job.unique_key)):
         if value is not None:
@@ -143,6 +148,8 @@ def _row(job: NewJob, limit: int) -> _Row:
         raise Unstorable(f"priority is {job.priority}; allowed are -32,768 to 32,767")
     if job.run_at is not None and (not isinstance(job.run_at, datetime) or job.run_at.tzinfo is None):
         raise Unstorable(f"run_at is {job.run_at!r}, and must be a datetime with a time zone")
+    if job.run_at is not None and not _FIRST_YEAR <= job.run_at.year <= _LAST_YEAR:
+        raise Unstorable(f"run_at is in the year {job.run_at.year}; allowed are {_FIRST_YEAR} to {_LAST_YEAR}")
     try:
         payload = encode_object(job.payload, max_bytes=limit, variable="OUTBOX_MAX_PAYLOAD_BYTES")
     except Unstorable as flaw:

@@ -3,6 +3,7 @@
 import ctypes
 import inspect
 import logging
+import os
 import threading
 import time
 import traceback
@@ -21,7 +22,7 @@ from outbox_pipelines.jobs.domain import Standing
 from outbox_pipelines.jobs.keeper import LeaseKeeper
 from outbox_pipelines.jobs.kinds import JobKind
 from outbox_pipelines.jobs.message import AttemptOutcome, Claimed, Settlement
-from outbox_pipelines.jobs.outbox import ended_as
+from outbox_pipelines.jobs.outbox import ended_as, last_attempt
 from outbox_pipelines.lease.lease import LeaseLost
 from outbox_pipelines.wording import counted
 
@@ -34,6 +35,8 @@ ABANDON_SECONDS = 2.0
 """How long an interrupted handler may take to end, before nobody waits for it any more."""
 
 _LEASE_LOOK_SECONDS = 1.0
+
+_UNJUDGED_SECONDS = 60.0
 
 _WAITED_SECONDS = 1.0
 """How long a claim may wait in memory before it is looked at again when its turn comes."""
@@ -85,7 +88,8 @@ class Execution:
     Args:
         kind: of the job.
         claimed: the message.
-        engine: for the handler's sessions and its progress.
+        engine: for our own statements, which handlers cannot use up.
+        handlers_engine: for the handler's sessions; the same when not given.
         keeper: holds the lease.
         holder: who we are, for the ledger.
         on_progress: told of the handler's progress, in the handler's thread.
@@ -97,6 +101,7 @@ class Execution:
         claimed: Claimed,
         *,
         engine: Engine,
+        handlers_engine: Engine | None = None,
         keeper: LeaseKeeper,
         holder: str,
         on_progress: Callable[[str, float | None], None] = lambda _step, _fraction: None,
@@ -106,7 +111,12 @@ class Execution:
         self._engine = engine
         self._keeper = keeper
         self._context = JobContext(
-            claimed, engine=engine, domain=kind.domain, holder=holder, on_progress=self._note(on_progress)
+            claimed,
+            engine=engine,
+            handlers_engine=handlers_engine,
+            domain=kind.domain,
+            holder=holder,
+            on_progress=self._note(on_progress),
         )
         self._lock = threading.Lock()
         self._thread: int | None = None
@@ -126,7 +136,7 @@ class Execution:
             early = self._without_handler()
             ended = early if early is not None else self._with_handler()
         except BaseException as error:  # whatever a handler, its classes or its database raise is told
-            ended = replace(self._judge(error), trace="".join(traceback.format_tb(error.__traceback__)))
+            ended = replace(self._judge_safely(error), trace="".join(traceback.format_tb(error.__traceback__)))
         return ended if self._end() else None
 
     def watch(self) -> bool:
@@ -185,24 +195,45 @@ class Execution:
         if not self._keeper.is_held(self.claimed.lease, known_for=_WAITED_SECONDS):
             # Cancelled, for example, while it waited in memory.
             return self._lost()
-        limit = self._kind.attempts
-        if self.claimed.attempt > limit:
-            reason = f"given up after {counted(limit, 'attempt')}: the last one's worker died or lost its lease"
-            return self._settled(AttemptOutcome.GIVEN_UP, reason)
+        if self.claimed.attempt > self._kind.attempts:
+            return self._settled(AttemptOutcome.GIVEN_UP, self._reason_for_no_more())
+        try:
+            readable = isinstance(self.claimed.payload, dict)
+        except (ValueError, RecursionError):
+            readable = False
+        if not readable:
+            return self._settled(AttemptOutcome.GIVEN_UP, "its payload is not a JSON object that Python can read")
         domain, job_id = self._kind.domain, self.claimed.job_id
-        if domain is None or job_id is None:
+        if domain is None:
             return None
+        if job_id is None:
+            return self._settled(
+                AttemptOutcome.GIVEN_UP,
+                "it has no job_id, though its kind has a domain table: flush the session before enqueue_job, so that "
+                "the domain job has its id",
+            )
         with self._engine.begin() as connection:
             standing = domain.standing(connection, job_id)
         if standing is Standing.MISSING:
-            return self._settled(AttemptOutcome.GIVEN_UP, f"there is no job with the id {job_id!r} in the domain table")
+            told = f"there is no job with the id {job_id!r} in the domain table, written as the table writes it"
+            return self._settled(AttemptOutcome.GIVEN_UP, told)
         if standing is Standing.CANCELLED:
             return self._settled(AttemptOutcome.CANCELLED, "its domain job was cancelled")
         if standing is Standing.SUCCEEDED:
             return self._settled(AttemptOutcome.SUCCEEDED)
         return None
 
+    def _reason_for_no_more(self) -> str:
+        with self._engine.connect() as connection:
+            outcome, error = last_attempt(connection, self.claimed.message_id)
+        attempts = f"given up after {counted(self.claimed.attempt - 1, 'attempt')}"
+        if outcome is AttemptOutcome.FAILED:
+            # The limit was lowered meanwhile.
+            return f"{attempts}; the last error: {error}"
+        return f"{attempts}: the last one's worker died or lost its lease"
+
     def _with_handler(self) -> Ended:
+        process = os.getpid()
         try:
             with self._lock:
                 self._thread = threading.get_ident()
@@ -211,6 +242,9 @@ class Execution:
             finally:
                 self._leave()
         finally:
+            if os.getpid() != process:
+                # A child that the handler forked and that came back here: it is no worker.
+                os._exit(0)
             # Again, should the interruption have come just there; it comes once.
             self._leave()
         return self._judge_return(returned)
@@ -253,6 +287,14 @@ class Execution:
                 type(returned).__name__,
             )
         return self._settled(AttemptOutcome.SUCCEEDED)
+
+    def _judge_safely(self, error: BaseException) -> Ended:
+        try:
+            return self._judge(error)
+        except Exception as fault:  # an attempt must end, whatever a kind's backoff or an error's class does
+            _logger.exception("kind %s: a failed attempt could not be judged", self._kind.name)
+            told = f"the attempt failed, and judging it failed too: {type(fault).__name__}"
+            return self._settled(AttemptOutcome.FAILED, told, delay=_UNJUDGED_SECONDS)
 
     def _judge(self, error: BaseException) -> Ended:
         completed = self._completed()
@@ -309,7 +351,7 @@ class Execution:
         self, outcome: AttemptOutcome, error: str | None = None, *, line: str | None = None, delay: float = 0.0
     ) -> Ended:
         kept = None if error is None else error_text(error)
-        settlement = Settlement(self.claimed, outcome, kept, delay)
+        settlement = Settlement(self.claimed, outcome, kept, delay, told=line or kept)
         return Ended(self.claimed, outcome, self._ran(), settlement, kept, line or kept)
 
     def _lost(self) -> Ended:
@@ -323,8 +365,9 @@ def _shown(cause: BaseException) -> str:
     """An error's line for runs and logs. What a database says may quote a row or a parameter."""
     name = type(cause).__name__
     driver_error = cause.orig if isinstance(cause, StatementError) else cause
-    if isinstance(cause, StatementError) or isinstance(driver_error, psycopg.Error):
-        state = getattr(driver_error, "sqlstate", None)
+    # Of any driver: psycopg2 says pgcode.
+    state = getattr(driver_error, "sqlstate", None) or getattr(driver_error, "pgcode", None)
+    if isinstance(cause, StatementError) or isinstance(driver_error, psycopg.Error) or isinstance(state, str):
         return f"{type(driver_error or cause).__name__}{f' ({state})' if state else ''}; its text is in the database"
     line = first_line(cause)
     return line if line == name else f"{name}: {line}"

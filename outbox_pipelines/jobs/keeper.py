@@ -31,7 +31,7 @@ from outbox_pipelines.settings import Settings, as_environment
 _logger = logging.getLogger(__name__)
 
 _ROOT = str(Path(__file__).parents[2])
-_RUN = "import sys; sys.path.insert(0, sys.argv[1]); from outbox_pipelines.jobs.keeper_process import main; main()"
+_RUN = "import sys; sys.path.append(sys.argv[1]); from outbox_pipelines.jobs.keeper_process import main; main()"
 _STUB = str(Path(__file__).with_name("keeper_stub.py"))
 _TICK_SECONDS = 1.0
 _FULL_SECONDS = 5.0
@@ -76,7 +76,9 @@ class LeaseKeeper:
             process = self._process
         if process is None:
             return
-        # Nothing is held any more that it could give back, so there is nothing to wait for.
+        if self._held:
+            # Should we end with claims in our hands, it gives them back a moment later.
+            return
         process.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
@@ -166,7 +168,8 @@ class LeaseKeeper:
     # All below with the lock held, but for the reading thread.
 
     def _start(self) -> None:
-        command = [sys.executable, "-c", _RUN, _ROOT]
+        # With -P: a module of the working folder must not stand in for one of the library.
+        command = [sys.executable, "-P", "-c", _RUN, _ROOT]
         if self._delay:
             command = [sys.executable, "-I", "-S", _STUB, str(self._delay), *command]
         self._process = subprocess.Popen(

@@ -1,6 +1,7 @@
 """Kinds of background jobs: what their handler is, and how it is treated."""
 
 import inspect
+import keyword
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outbox_pipelines.errors import OutboxError
-from outbox_pipelines.jobs.domain import Domain
+from outbox_pipelines.jobs.domain import Domain, TableDomain
 from outbox_pipelines.lease.backoff import backoff_seconds
 
 if TYPE_CHECKING:
@@ -20,8 +21,33 @@ MOST_CONSUMERS = 16
 SHORTEST_LEASE_SECONDS = 10.0
 LONGEST_SECONDS = 7 * 24 * 3600.0
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,62}")
-_RESERVED = frozenset({"tenant_flush", "fleet_flush", "training_outbox", "job_recovery"})
-"""Their job or sensor in Dagster would have the name of one of ours."""
+_RESERVED = frozenset(keyword.kwlist) | frozenset(
+    {
+        "run_background_job",
+        "arg_dict",
+        "bool",
+        "conf",
+        "config",
+        "context",
+        "dict",
+        "float",
+        "input",
+        "input_arg_dict",
+        "int",
+        "meta",
+        "output",
+        "output_arg_dict",
+        "str",
+        "type",
+        "tenant_flush",
+        "fleet_flush",
+        "training_outbox",
+        "job_recovery",
+    }
+)
+"""Names that Dagster does not allow, or whose job or sensor there would have the name of one of ours."""
+
+_DOMAIN_METHODS = ("standing", "close", "reopen", "note_step", "live_jobs")
 
 Handler = Callable[["JobContext"], object]
 
@@ -105,7 +131,7 @@ class JobKind:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise refuse("a name is 1 to 63 lower case letters, digits and underscores, and begins with a letter")
         if self.name in _RESERVED or self.name.endswith("_sensor"):
-            raise refuse("Dagster would have two definitions of that name; choose another")
+            raise refuse("Dagster does not allow that name, or would have it twice; choose another")
         if not callable(self.handler):
             raise refuse("handler must be a function that takes a JobContext")
         if any(_runs_nothing(called) for called in (self.handler, type(self.handler).__call__)):
@@ -121,6 +147,18 @@ class JobKind:
             raise refuse(f"attempts={self.attempts!r}; allowed are 1 to 1,000")
         if not _is_number(self.timeout, 0.1, LONGEST_SECONDS):
             raise refuse(f"timeout={self.timeout!r}; allowed are 0.1 s to a week")
+        if not isinstance(self.backoff, Backoff):
+            raise refuse(f"backoff={self.backoff!r}; give a Backoff, Backoff(first=2, maximum=300)")
+        lacking = [name for name in _DOMAIN_METHODS if not callable(getattr(self.domain, name, None))]
+        if self.domain is not None and lacking:
+            raise refuse(f"domain={self.domain!r} has no method {lacking[0]!r}; give a TableDomain, for example")
+        try:
+            inspect.signature(self.handler).bind(None)
+        except TypeError as error:
+            raise refuse(f"handler must take one argument, the JobContext ({error})") from None
+        except ValueError:
+            # A function in C tells no signature.
+            return
 
 
 class Kinds(Mapping[str, JobKind]):
@@ -137,6 +175,7 @@ class Kinds(Mapping[str, JobKind]):
                 raise InvalidKind(f"kinds must be JobKind objects, not {type(kind).__name__}: {kind!r}")
             if kind.name in self._kinds:
                 raise InvalidKind(f"job kind {kind.name!r} is registered twice: give one of them another name")
+            _refuse_shared_table(kind, self._kinds.values())
             self._kinds[kind.name] = kind
 
     def __getitem__(self, name: str) -> JobKind:
@@ -158,6 +197,19 @@ class Kinds(Mapping[str, JobKind]):
             there = ", ".join(self._kinds) or "none; name them with OUTBOX_KINDS=module:attribute"
             raise UnknownKind(f"no job kind {name!r} is registered here (registered: {there})")
         return self._kinds[name]
+
+
+def _refuse_shared_table(kind: JobKind, others: Iterable[JobKind]) -> None:
+    """At start each kind looks for its table's jobs without a message: of another kind's they would make doubles."""
+    for other in others:
+        ours, theirs = kind.domain, other.domain
+        if not isinstance(ours, TableDomain) or not isinstance(theirs, TableDomain) or ours.table != theirs.table:
+            continue
+        if ours.where is None or theirs.where is None or ours.where == theirs.where:
+            raise InvalidKind(
+                f"job kinds {other.name!r} and {kind.name!r} share the domain table {ours.table!r}: say with "
+                "TableDomain(where=...) which of its rows are whose"
+            )
 
 
 def load_kinds(place: str | None) -> Kinds:

@@ -40,7 +40,7 @@ class Lane:
         consumers: threads that call handlers.
         prefetch: messages claimed ahead of the consumers.
         poll_seconds: between two looks when nothing was due and nobody woke us.
-        engine: for claiming and settling.
+        engine: for claiming, settling, and what a handler's attempt needs besides; nobody else's.
         handlers_engine: for the handlers' own sessions.
         keeper: of this process.
         holder: of this process.
@@ -165,7 +165,8 @@ class Lane:
                 execution = Execution(
                     self.kind,
                     claimed,
-                    engine=self._handlers_engine,
+                    engine=self._engine,
+                    handlers_engine=self._handlers_engine,
                     keeper=self._keeper,
                     holder=self._holder,
                 )

@@ -1,5 +1,6 @@
 """Look at messages and their history, for people and scripts."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -149,8 +150,8 @@ def show_message(connection: Connection, message_id: int, *, ui_url: str) -> Mes
     """
     row = connection.execute(
         text(f"""
-            SELECT {_LINE}, payload, unique_key, publish_attempts, published_at, lease_holder, lease_expires_at,
-                   completed_at, claims, claimed_at
+            SELECT {_LINE}, payload::text AS payload, unique_key, publish_attempts, published_at,
+                   lease_holder, lease_expires_at, completed_at, claims, claimed_at
             FROM outbox.messages WHERE message_id = :id
         """),
         {"id": message_id},
@@ -159,7 +160,7 @@ def show_message(connection: Connection, message_id: int, *, ui_url: str) -> Mes
         raise UnknownMessage(f"there is no message {message_id}; see `outbox jobs list`")
     return MessageHistory(
         message=_line(row),
-        payload=row.payload,
+        payload=_decoded(row.payload),
         unique_key=row.unique_key,
         publish_attempts=row.publish_attempts,
         published_at=row.published_at,
@@ -168,6 +169,14 @@ def show_message(connection: Connection, message_id: int, *, ui_url: str) -> Mes
         completed_at=row.completed_at,
         attempts=list(_attempts(connection, row, ui_url)),
     )
+
+
+def _decoded(payload: str) -> Any:
+    """What was enqueued; its text where Python cannot read what PostgreSQL could store."""
+    try:
+        return json.loads(payload)
+    except (ValueError, RecursionError):
+        return payload
 
 
 def list_servers(connection: Connection) -> list[ServerLine]:

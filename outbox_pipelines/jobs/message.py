@@ -1,9 +1,11 @@
 """What a message is: its states, how attempts end, and what a claim hands over."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import IntEnum, StrEnum
+from functools import cached_property
 from typing import Any
 
 from outbox_pipelines.lease.lease import Lease, LeasedTable
@@ -89,7 +91,9 @@ class Claimed:
     lease: Lease
     kind: str
     job_id: str | None
-    payload: Mapping[str, Any]
+    payload_text: str
+    """JSON; decoded message by message, since one that cannot be must not cost the others their claim."""
+
     attempt: int
     """1 at first. More than the kind's limit: it is to be given up."""
 
@@ -100,6 +104,16 @@ class Claimed:
     """Seconds from when it was due until the claim, by the database's clock."""
 
     care: Care = Care.NONE
+
+    @cached_property
+    def payload(self) -> Mapping[str, Any]:
+        """What was enqueued.
+
+        Raises:
+            ValueError, RecursionError: when Python cannot read what PostgreSQL could store.
+        """
+        decoded: Mapping[str, Any] = json.loads(self.payload_text)
+        return decoded
 
     @property
     def message_id(self) -> int:
@@ -116,6 +130,9 @@ class Settlement:
     error: str | None = None
     delay: float = 0.0
     """Seconds until it is due again, after :attr:`AttemptOutcome.FAILED`."""
+
+    told: str | None = None
+    """The error as the application's users may read it; :attr:`error` if none."""
 
 
 class Refusal(StrEnum):

@@ -48,7 +48,8 @@ _CLAIMED = """
     claimed_at = CASE WHEN lease_token = :token THEN claimed_at ELSE clock_timestamp() END
 """
 _CLAIM = """
-    {table}.message_id, {table}.kind, {table}.job_id, {table}.payload, {table}.processing_attempts, {table}.claims,
+    {table}.message_id, {table}.kind, {table}.job_id, {table}.payload::text AS payload, {table}.processing_attempts,
+    {table}.claims,
     greatest(0, extract(epoch FROM {table}.claimed_at - {table}.available_at))::float8 AS waited
 """
 
@@ -265,6 +266,15 @@ def ended_as(connection: Connection, claims: Iterable[Claimed]) -> dict[int, Att
         {"ids": [one.message_id for one in asked], "claims": [one.claim for one in asked]},
     )
     return {int(row.message_id): AttemptOutcome(row.outcome) for row in found}
+
+
+def last_attempt(connection: Connection, message_id: int) -> tuple[AttemptOutcome | None, str | None]:
+    """How the last ended claim of a message ended, and its error."""
+    row = connection.execute(
+        text("SELECT outcome, error FROM outbox.job_attempts WHERE message_id = :id ORDER BY claim DESC LIMIT 1"),
+        {"id": message_id},
+    ).one_or_none()
+    return (None, None) if row is None else (AttemptOutcome(row.outcome), row.error)
 
 
 def note_progress(connection: Connection, claimed: Claimed, step: str, fraction: float | None) -> bool:

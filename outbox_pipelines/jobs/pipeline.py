@@ -15,7 +15,7 @@ from outbox_pipelines.database.database import Database
 from outbox_pipelines.jobs.keeper import LeaseKeeper
 from outbox_pipelines.jobs.kinds import JobKind, Kinds
 from outbox_pipelines.jobs.message import AttemptOutcome, NotClaimed
-from outbox_pipelines.jobs.publisher import Publisher, places
+from outbox_pipelines.jobs.publisher import Publisher, places, served_by_runs
 from outbox_pipelines.jobs.recovery import note_served, recover, recover_orphans
 from outbox_pipelines.jobs.report import not_claimed_line, polled_line, report_line
 from outbox_pipelines.jobs.runner import Report, Runner
@@ -155,13 +155,14 @@ class JobPipeline:
         engine = self.database.migrated_engine()
         with engine.begin() as connection:
             # Before parking: these kinds are registered, whether their sensors are on or off.
-            note_served(connection, SERVER, [Served(kind.name, kind.consumers) for kind in self.kinds.values()])
+            note_served(connection, SERVER, [served_by_runs(connection, kind) for kind in self.kinds.values()])
         done = recover(engine, self.kinds, publish_timeout=self.settings.publish_timeout_seconds)
         if not self._orphans_recovered.is_set():
-            # Once in the life of this code server.
+            # Once in the life of this code server, unless a domain table was not there yet.
             orphans = recover_orphans(engine, self.kinds.values())
             done.orphans, done.problems = orphans.orphans, orphans.problems
-            self._orphans_recovered.set()
+            if not orphans.problems:
+                self._orphans_recovered.set()
         return dg.SensorResult(skip_reason=done.words())
 
 
@@ -197,15 +198,13 @@ class RunTransport:
         polled = Publisher(self._engine, runs, timeout=timeout).poll(self._kinds[kind])
         with self._engine.begin() as connection:
             due, in_flight = places(connection, kind)
-            note_served(connection, SERVER, [Served(kind, self._kinds[kind].consumers, running=in_flight)])
+            note_served(connection, SERVER, [served_by_runs(connection, self._kinds[kind])])
         self.skip_reason = polled_line(self._kinds[kind], polled, due=due, in_flight=in_flight)
 
     def served(self) -> list[Served]:
         """See :class:`~outbox_pipelines.jobs.transport.Transport`."""
         with self._engine.connect() as connection:
-            return [
-                Served(name, kind.consumers, running=places(connection, name)[1]) for name, kind in self._kinds.items()
-            ]
+            return [served_by_runs(connection, kind) for kind in self._kinds.values()]
 
     def stop(self) -> None:
         """See :class:`~outbox_pipelines.jobs.transport.Transport`; what is published waits for its run."""
@@ -230,7 +229,7 @@ class _Runs:
         fates: dict[str, Fate] = {}
         for record in self._instance.get_run_records(RunsFilter(job_name=self._kind, tags={RUN_KEY_TAG: keys})):
             run = record.dagster_run
-            waits = run.status in {DagsterRunStatus.QUEUED, DagsterRunStatus.NOT_STARTED}
+            waits = run.status is DagsterRunStatus.QUEUED
             # To claim is the first thing that a run does: one that has been running for a while and has not is dead,
             # whatever its status says. (If not, it finds the message taken.)
             if waits or (not run.is_finished and record.update_timestamp > oldest):

@@ -7,7 +7,7 @@ from sqlalchemy import Connection, Engine, text
 
 from outbox_pipelines.jobs.kinds import JobKind
 from outbox_pipelines.jobs.message import State
-from outbox_pipelines.jobs.transport import Fate, Published, Runs
+from outbox_pipelines.jobs.transport import Fate, Published, Runs, Served
 from outbox_pipelines.lease.backoff import backoff_seconds
 
 _FIRST_PAUSE_SECONDS = 2.0
@@ -97,6 +97,23 @@ def places(connection: Connection, kind: str) -> tuple[int, int]:
         {"kind": kind},
     ).one()
     return row.due, row.in_flight
+
+
+def served_by_runs(connection: Connection, kind: JobKind) -> Served:
+    """What the runs of a kind are doing: how many work, and since when none of them has got on.
+
+    A run gets on when it claims; with none at work there is nothing to get on with.
+    """
+    row = connection.execute(
+        text("""
+            SELECT count(*) AS running,
+                   coalesce(extract(epoch FROM clock_timestamp() - max(claimed_at)), 0)::float8 AS age
+            FROM outbox.messages
+            WHERE kind = :kind AND state = 'Processing' AND lease_holder NOT LIKE 'worker-%'
+        """),
+        {"kind": kind.name},
+    ).one()
+    return Served(kind.name, kind.consumers, running=row.running, progress_age=max(row.age, 0.0))
 
 
 def publish(connection: Connection, kind: JobKind) -> list[Published]:

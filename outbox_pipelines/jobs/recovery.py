@@ -157,7 +157,7 @@ def _take_back(connection: Connection, kinds: list[str], timeout: float, also_pu
             )
             UPDATE outbox.messages AS message
             SET state = 'Pending', publish_token = NULL,
-                last_error = 'no run came within ' || :timeout || ' s of publishing'
+                last_error = 'not claimed within ' || :timeout || ' s of publishing'
             FROM lost WHERE message.message_id = lost.message_id
         """),
         {"timeout": timeout, "also_published": also_published, "kinds": kinds},
@@ -180,9 +180,10 @@ def _park(connection: Connection, served: list[str]) -> int:
             UPDATE outbox.messages SET parked = false, last_error = NULL
             WHERE message_id IN (
                 SELECT message_id FROM outbox.messages
-                WHERE parked AND kind IN (SELECT kind FROM outbox.job_servers) FOR UPDATE SKIP LOCKED
+                WHERE parked AND kind IN (SELECT kind FROM outbox.job_servers) LIMIT :limit FOR UPDATE SKIP LOCKED
             )
-        """)
+        """),
+        {"limit": _PARKED_AT_ONCE},
     )
     done = connection.execute(
         text("""

@@ -3,9 +3,10 @@
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from typing import TypeVar
 from uuid import UUID, uuid4
 
 import psycopg
@@ -23,10 +24,14 @@ from outbox_pipelines.jobs.outbox import settle
 
 _logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 _WAKE_SECONDS = 0.2
 """How often the waiting thread returns to Python, where an interrupt can reach it."""
 
 _CLAIM_RETRY_SECONDS = 30.0
+_INTERRUPTS_BORNE = 10
+_WORDS_KEPT = 50
 
 
 @dataclass(frozen=True)
@@ -109,16 +114,12 @@ class Runner:
                 ended = self._wait(handler, on_progress)
             except BaseException:  # whatever it was: the message is free before it goes on its way
                 handler.execution.stop(Stop.INTERRUPTED)
-                self._settle(kind, self._wait_for_stop(handler))
+                _to_the_end(lambda: self._settle(kind, self._wait_for_stop(handler)))
                 raise
-            try:
-                return self._settle(kind, ended)
-            except BaseException as error:
-                if not isinstance(error, Exception):
-                    # An interrupt in the middle of writing: what has ended is not to be done again.
-                    self._settle(kind, ended)
-                raise
+            # An interrupt in the middle of writing: what has ended is not to be done again.
+            return _to_the_end(lambda: self._settle(kind, ended))
         finally:
+            # What could not be written is left to the lease, which nobody renews any more.
             self._keeper.drop([claimed.lease])
 
     def _give_back(self, kind: JobKind, token: UUID) -> None:
@@ -131,15 +132,16 @@ class Runner:
         handler.start()
         while True:
             over = handler.done.wait(_WAKE_SECONDS)
+            waits_on = True
+            # Telling may be slow: time-out, lease and keeper are looked after between any two words.
+            while handler.progress and waits_on:
+                on_progress(*handler.progress.popleft())
+                self._keeper.tick()
+                waits_on = over or handler.execution.watch()
             self._keeper.tick()
-            try:
-                while True:
-                    on_progress(*handler.progress.get_nowait())
-            except Empty:
-                pass
             if over and handler.ended is not None:
                 return handler.ended
-            if not handler.execution.watch():
+            if not (waits_on and handler.execution.watch()):
                 return self._abandoned(handler)
 
     def _wait_for_stop(self, handler: "_HandlerThread") -> Ended:
@@ -214,14 +216,15 @@ class _HandlerThread:
     def __init__(self, kind: JobKind, claimed: Claimed, *, engine: Engine, keeper: LeaseKeeper, holder: str) -> None:
         self.done = threading.Event()
         self.ended: Ended | None = None
-        self.progress: SimpleQueue[tuple[str, float | None]] = SimpleQueue()
+        # Of a flood the latest words: what is told late is of no use.
+        self.progress: deque[tuple[str, float | None]] = deque(maxlen=_WORDS_KEPT)
         self.execution = Execution(
             kind,
             claimed,
             engine=engine,
             keeper=keeper,
             holder=holder,
-            on_progress=lambda step, fraction: self.progress.put((step, fraction)),
+            on_progress=lambda step, fraction: self.progress.append((step, fraction)),
         )
         self._thread = threading.Thread(target=self._run, name="job-handler", daemon=True)
 
@@ -233,6 +236,25 @@ class _HandlerThread:
         self.ended = self.execution.run()
         if self.ended is not None:
             self.done.set()
+
+
+def _to_the_end(act: Callable[[], Result]) -> Result:
+    """Do something that may be repeated, and raise what interrupted it afterwards: a second Ctrl-C
+    must not cost the message's end."""
+    interrupt: BaseException | None = None
+    for _ in range(_INTERRUPTS_BORNE):
+        try:
+            result = act()
+        except Exception:
+            raise
+        except BaseException as another:
+            interrupt = another
+        else:
+            if interrupt is not None:
+                raise interrupt
+            return result
+    assert interrupt is not None
+    raise interrupt
 
 
 def settle_with_domain(
@@ -251,7 +273,8 @@ def settle_with_domain(
         claimed = one.claimed
         if claimed.message_id in done and kind.domain is not None and claimed.job_id is not None:
             if one.outcome is AttemptOutcome.GIVEN_UP:
-                close_domain_job(connection, kind, claimed.message_id, claimed.job_id, Outcome.FAILED, one.error)
+                told = one.told or one.error
+                close_domain_job(connection, kind, claimed.message_id, claimed.job_id, Outcome.FAILED, told)
             elif one.outcome is AttemptOutcome.CANCELLED:
                 close_domain_job(connection, kind, claimed.message_id, claimed.job_id, Outcome.CANCELLED, one.error)
     return done

@@ -11,6 +11,7 @@ from typing import Self
 from uuid import uuid4
 
 import psycopg
+from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from outbox_pipelines.database.database import Database
@@ -30,6 +31,7 @@ CHANNEL = "outbox_jobs"
 _WATCH_SECONDS = 0.2
 _NOTE_SECONDS = 10.0
 _LISTEN_PAUSE_SECONDS = 2.0
+_JOIN_SECONDS = 3.0
 _STOP_SECONDS = 10.0
 """How long settling what ended may take after the grace period, before it is left to the leases."""
 
@@ -54,10 +56,14 @@ class Worker:
         self._settings = settings
         url = database.url
         threads = {kind.name: consumers or kind.consumers for kind in kinds.values()}
-        self._engine = open_engine(settings, url, application_name="outbox worker", pool_size=2 * len(kinds) + 5)
-        self._handlers_engine = open_engine(
-            settings, url, application_name="outbox worker: handlers", pool_size=2 * sum(threads.values()) + 1
-        )
+        self._engine = open_engine(settings, url, application_name="outbox worker", pool_size=5)
+        self._lane_engines: list[Engine] = []
+
+        def engine_of(kind: JobKind, what: str, pool_size: int) -> Engine:
+            name = f"outbox worker: {kind.name}{what}"
+            self._lane_engines.append(open_engine(settings, url, application_name=name[:63], pool_size=pool_size))
+            return self._lane_engines[-1]
+
         self._keeper = LeaseKeeper(self._engine, url=url, settings=settings)
         self._lanes = {
             kind.name: Lane(
@@ -65,13 +71,15 @@ class Worker:
                 consumers=threads[kind.name],
                 prefetch=settings.worker_prefetch,
                 poll_seconds=settings.worker_poll_seconds,
-                engine=self._engine,
-                handlers_engine=self._handlers_engine,
+                # For the claimer, the settlers, and a step of progress for each consumer.
+                engine=engine_of(kind, "", 4 + threads[kind.name]),
+                handlers_engine=engine_of(kind, ", handlers", 2 * threads[kind.name] + 1),
                 keeper=self._keeper,
                 holder=self.name,
             )
             for kind in kinds.values()
         }
+        self._orphans_recovered = False
         self._stopping = threading.Event()
         self._listening = settings.database_pooler is not Pooler.TRANSACTION
         self._threads = [
@@ -87,7 +95,7 @@ class Worker:
 
     def __enter__(self) -> Self:
         self._note()
-        self._report(recover_orphans(self._engine, self._kinds.values()))
+        self._recover_orphans()
         self._keeper.__enter__()
         for thread in self._threads:
             thread.start()
@@ -128,18 +136,23 @@ class Worker:
         self._stopping.set()
         for lane in self._lanes.values():
             lane.stop()
-        if not self._wait(grace, cut_short):
+        settled = self._wait(grace, cut_short)
+        if not settled:
             for lane in self._lanes.values():
                 lane.interrupt()
-            if not self._wait(_STOP_SECONDS):
+            settled = self._wait(_STOP_SECONDS)
+            if not settled:
                 _logger.warning("not all of the ended jobs could be written; their leases end by themselves")
         self._done.set()
+        ends_at = time.monotonic() + _JOIN_SECONDS
         for thread in self._threads:
-            thread.join(_STOP_SECONDS)
+            thread.join(max(0.0, ends_at - time.monotonic()))
         self._keeper.__exit__(None, None, None)
-        forget_server(self._engine, self.name)
-        self._engine.dispose()
-        self._handlers_engine.dispose()
+        if settled:
+            # Otherwise the database does not answer, and this would wait once more.
+            forget_server(self._engine, self.name)
+        for engine in (self._engine, *self._lane_engines):
+            engine.dispose()
 
     def _wait(self, seconds: float, cut_short: threading.Event | None = None) -> bool:
         ends_at = time.monotonic() + seconds
@@ -154,7 +167,10 @@ class Worker:
     def _every(self, seconds: float, act: Callable[[], None]) -> None:
         # The watch goes on until everything has stopped.
         while not self._done.wait(seconds):
-            act()
+            try:
+                act()
+            except Exception:  # one fault must not end the watch over everything else
+                _logger.exception("the worker goes on after a fault")
 
     def _watch(self) -> None:
         self._keeper.tick()
@@ -168,7 +184,15 @@ class Worker:
         except SQLAlchemyError as error:
             _logger.warning("the worker's state could not be noted: %s", type(error).__name__)
 
+    def _recover_orphans(self) -> None:
+        done = recover_orphans(self._engine, self._kinds.values())
+        # Once, unless a domain table was not there yet.
+        self._orphans_recovered = not done.problems
+        self._report(done)
+
     def _recover(self) -> None:
+        if not self._orphans_recovered:
+            self._recover_orphans()
         try:
             done = recover(
                 self._engine,

@@ -106,6 +106,16 @@ class Outbox(RuleBasedStateMachine):
         ids = [*self.model, *([UNKNOWN] if or_unknown else [])]
         return ids[pick % len(ids)]
 
+    def _claim_at(self, pick: int) -> tuple[str, Claimed]:
+        """Three of four are current, if any is."""
+        current = [one for one in self.claims if self._is_current(one[1])] if pick % 4 else []
+        return (current or self.claims)[pick % len(current or self.claims)]
+
+    def _published_at(self, pick: int) -> Published:
+        """Three of four are awaited by their message, or were before it was published again."""
+        awaited = [one for one in self.published if self.model[one.message_id].publish_token] if pick % 4 else []
+        return (awaited or self.published)[pick % len(awaited or self.published)]
+
     # The application
 
     @rule(
@@ -157,11 +167,15 @@ class Outbox(RuleBasedStateMachine):
         self.publishes_grow_old()
         self.recover(by_a_worker=True)
         self.publish(kind)
+        for one in [one for one in self.published if self.model[one.message_id].publish_token not in {None, one.token}]:
+            self._confirm(one)
 
     @precondition(lambda self: self.published)
     @rule(pick=PICK)
     def confirm(self, pick: int) -> None:
-        one = self.published[pick % len(self.published)]
+        self._confirm(self._published_at(pick))
+
+    def _confirm(self, one: Published) -> None:
         model = self.model[one.message_id]
         awaited = model.state == "Publishing" and model.publish_token == one.token
         with self.engine.begin() as connection:
@@ -172,7 +186,7 @@ class Outbox(RuleBasedStateMachine):
     @precondition(lambda self: self.published)
     @rule(pick=PICK)
     def take_back(self, pick: int) -> None:
-        one = self.published[pick % len(self.published)]
+        one = self._published_at(pick)
         model = self.model[one.message_id]
         awaited = model.publish_token == one.token
         with self.engine.begin() as connection:
@@ -289,12 +303,20 @@ class Outbox(RuleBasedStateMachine):
     @precondition(lambda self: self.claims)
     @rule(
         picks=st.lists(PICK, min_size=1, max_size=4),
-        outcome=st.sampled_from([AttemptOutcome.SUCCEEDED, AttemptOutcome.FAILED, AttemptOutcome.INTERRUPTED]),
+        outcome=st.sampled_from(
+            [
+                AttemptOutcome.SUCCEEDED,
+                AttemptOutcome.FAILED,
+                AttemptOutcome.FAILED,
+                AttemptOutcome.GIVEN_UP,
+                AttemptOutcome.INTERRUPTED,
+            ]
+        ),
         at_once=st.booleans(),
     )
     def settle(self, picks: list[int], outcome: AttemptOutcome, at_once: bool) -> None:
         """By whoever once had them, in one batch for a kind."""
-        chosen = [self.claims[pick % len(self.claims)][1] for pick in picks]
+        chosen = [self._claim_at(pick)[1] for pick in picks]
         kind = KINDS[chosen[0].kind]
         chosen = list({one.lease: one for one in chosen if one.kind == kind.name}.values())
         ends = []
@@ -332,7 +354,7 @@ class Outbox(RuleBasedStateMachine):
     @precondition(lambda self: self.claims)
     @rule(pick=PICK, commits=st.booleans())
     def complete_in(self, pick: int, commits: bool) -> None:
-        worker, claimed = self.claims[pick % len(self.claims)]
+        worker, claimed = self._claim_at(pick)
         job = JobContext(
             claimed, engine=self.engine, domain=None, holder=worker, on_progress=lambda _step, _fraction: None
         )
@@ -357,7 +379,7 @@ class Outbox(RuleBasedStateMachine):
     @precondition(lambda self: self.claims)
     @rule(picks=st.lists(PICK, min_size=1, max_size=4))
     def heartbeat(self, picks: list[int]) -> None:
-        chosen = [self.claims[pick % len(self.claims)][1] for pick in picks]
+        chosen = [self._claim_at(pick)[1] for pick in picks]
         leases = {claimed.lease: claimed for claimed in chosen}
         with self.engine.begin() as connection:
             renewal = renew(connection, leases)
@@ -369,7 +391,7 @@ class Outbox(RuleBasedStateMachine):
     @precondition(lambda self: self.claims)
     @rule(pick=PICK)
     def progress(self, pick: int) -> None:
-        _, claimed = self.claims[pick % len(self.claims)]
+        _, claimed = self._claim_at(pick)
         with self.engine.begin() as connection:
             assert note_progress(connection, claimed, f"step of {claimed.lease.token}", 0.5) == self._is_current(
                 claimed

@@ -126,7 +126,7 @@ def test_a_publish_that_nobody_confirmed_in_time_is_taken_back(engine: Engine) -
     assert states(engine) == {old: "Pending", young: "Publishing"}
     found = row(engine, old)
     assert (found.publish_token, found.publish_attempts) == (None, 1)
-    assert found.last_error == "no run came within 120 s of publishing"
+    assert found.last_error == "not claimed within 120 s of publishing"
     assert ledger(engine, old) == []
 
 
