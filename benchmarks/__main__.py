@@ -1,14 +1,18 @@
-"""``python -m benchmarks [flush] [memory] [sensor] [enqueue]``: all of them when none is named."""
+"""``python -m benchmarks [flush] [memory] [sensor] ...``: all of them when none is named."""
 
 import sys
 
-from benchmarks import flush, sensor
+from benchmarks import flush, jobs, sensor
 
 BENCHMARKS = {
     "flush": flush.compare,
     "memory": flush.memory,
     "sensor": sensor.evaluation,
     "enqueue": sensor.enqueueing,
+    "jobs": jobs.compare,
+    "latency": jobs.latency,
+    "enqueue_jobs": jobs.enqueueing,
+    "claim": jobs.claiming,
 }
 
 
