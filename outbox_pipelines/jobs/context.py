@@ -58,7 +58,9 @@ class JobContext:
         self._domain = domain
         self._holder = holder
         self._on_progress = on_progress
-        self._cancelled = threading.Event()
+        self._cancelled = False
+        # Made when a handler waits, which few do: making one costs more than the rest of this object.
+        self._awaited: threading.Event | None = None
         self._noted: tuple[str, float | None] | None = None
         self._noted_at = float("-inf")
 
@@ -95,12 +97,16 @@ class JobContext:
         cleanly; one that does not is interrupted a second later. Either way the attempt does
         not succeed; what it did outside this database may be done again.
         """
-        self.heeded = self.heeded or self._cancelled.is_set()
-        return self._cancelled.is_set()
+        self.heeded = self.heeded or self._cancelled
+        return self._cancelled
 
     def wait(self, seconds: float) -> bool:
         """Sleep, but no longer than until the job is cancelled; says whether it is."""
-        self._cancelled.wait(seconds)
+        if self._awaited is None:
+            self._awaited = threading.Event()
+        # In this order, as cancel() has the other one: either it sees the event, or we see that it came.
+        if not self._cancelled:
+            self._awaited.wait(seconds)
         return self.cancelled
 
     def progress(self, step: str, fraction: float | None = None) -> None:
@@ -181,4 +187,6 @@ class JobContext:
 
     def cancel(self) -> None:
         """Set :attr:`cancelled`; called by whoever watches over the attempt."""
-        self._cancelled.set()
+        self._cancelled = True
+        if self._awaited is not None:
+            self._awaited.set()

@@ -250,8 +250,10 @@ class Execution:
         return self._judge_return(returned)
 
     def _leave(self) -> None:
+        if self._thread is None:
+            return
         with self._lock:
-            if self._thread is not None:
+            if self._raised and self._thread is not None:
                 # One that was sent and has not arrived must not arrive in our own code.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
             self._thread = None
@@ -273,6 +275,8 @@ class Execution:
             return self._failed("complete_in was called, but its transaction was not committed")
         if self._why is not None and (self._context.heeded or self._raised):
             return self._stopped_end()
+        if returned is None:
+            return self._settled(AttemptOutcome.SUCCEEDED)
         if inspect.isawaitable(returned) or inspect.isgenerator(returned):
             what = "a coroutine" if inspect.isawaitable(returned) else "a generator"
             if inspect.iscoroutine(returned):
@@ -280,12 +284,11 @@ class Execution:
             return self._settled(
                 AttemptOutcome.GIVEN_UP, f"the handler returned {what}, whose code did not run: call it to its end"
             )
-        if returned is not None:
-            _logger.warning(
-                "kind %s: the handler returned a %s, which is ignored; it succeeds by returning and fails by raising",
-                self._kind.name,
-                type(returned).__name__,
-            )
+        _logger.warning(
+            "kind %s: the handler returned a %s, which is ignored; it succeeds by returning and fails by raising",
+            self._kind.name,
+            type(returned).__name__,
+        )
         return self._settled(AttemptOutcome.SUCCEEDED)
 
     def _judge_safely(self, error: BaseException) -> Ended:

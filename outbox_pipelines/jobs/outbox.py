@@ -234,6 +234,8 @@ def settle(connection: Connection, settlements: Sequence[Settlement], *, holder:
                     lease_token = NULL, lease_expires_at = NULL, lease_holder = NULL
                 FROM ending
                 WHERE message.message_id = ending.id AND message.lease_token = ending.token
+                  -- Said twice, or a batch of some hundred would be joined to a scan of a whole small table.
+                  AND message.message_id = ANY (CAST(:ids AS bigint[]))
                 RETURNING message.message_id, message.claims, message.claimed_at, ending.outcome, ending.error,
                           message.processing_attempts + CASE WHEN ending.outcome = 'interrupted' THEN 1 ELSE 0 END
                           AS attempt

@@ -53,6 +53,10 @@ class Lease:
     seconds: float
     """How long it lasts from each claim or renewal."""
 
+    def __hash__(self) -> int:
+        # What tells two apart; leases are looked up several times for each job.
+        return hash((self.key, self.token))
+
 
 @dataclass(frozen=True)
 class Refused:
