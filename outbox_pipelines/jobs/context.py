@@ -35,6 +35,10 @@ class GiveUp(OutboxError):
     """
 
 
+class NoTransaction(OutboxError):
+    """There is no transaction that effect and completion could share; nothing was written."""
+
+
 class JobContext:
     """One attempt at a job, as its handler sees it."""
 
@@ -173,8 +177,14 @@ class JobContext:
 
         Raises:
             LeaseLost: the job is somebody else's by now. Let it pass, so that the effect is rolled back.
+            NoTransaction: the connection is in AUTOCOMMIT.
         """
         connection = connection_of(session)
+        if getattr(connection.connection.dbapi_connection, "autocommit", False) is True:
+            raise NoTransaction(
+                "complete_in was given a connection in AUTOCOMMIT: it would complete the job whatever becomes of its "
+                "effect; give it a session or connection with a transaction"
+            )
         done = settle(connection, [Settlement(self.claimed, AttemptOutcome.SUCCEEDED)], holder=self._holder)
         if not done and self.completing and ended_as(connection, [self.claimed]):
             # Called before in this transaction, or in one that was committed.

@@ -114,7 +114,7 @@ class Runner:
                 ended = self._wait(handler, on_progress)
             except BaseException:  # whatever it was: the message is free before it goes on its way
                 handler.execution.stop(Stop.INTERRUPTED)
-                _to_the_end(lambda: self._settle(kind, self._wait_for_stop(handler)))
+                _to_the_end(lambda: self._settle(kind, handler.stopped or self._wait_for_stop(handler)))
                 raise
             # An interrupt in the middle of writing: what has ended is not to be done again.
             return _to_the_end(lambda: self._settle(kind, ended))
@@ -153,13 +153,13 @@ class Runner:
         return handler.ended
 
     def _abandoned(self, handler: "_HandlerThread") -> Ended:
-        ended = handler.execution.abandon()
-        if ended is None:
-            # It ended by itself just now.
-            handler.done.wait()
-            ended = handler.ended
-        assert ended is not None
-        return ended
+        handler.stopped = handler.execution.abandon()
+        if handler.stopped is not None:
+            return handler.stopped
+        # It ended by itself just now.
+        handler.done.wait()
+        assert handler.ended is not None
+        return handler.ended
 
     def _settle(self, kind: JobKind, ended: Ended) -> Report:
         renewals = self._keeper.renewals(ended.claimed.lease)
@@ -216,6 +216,8 @@ class _HandlerThread:
     def __init__(self, kind: JobKind, claimed: Claimed, *, engine: Engine, keeper: LeaseKeeper, holder: str) -> None:
         self.done = threading.Event()
         self.ended: Ended | None = None
+        self.stopped: Ended | None = None
+        """Its end, where it was abandoned."""
         # Of a flood the latest words: what is told late is of no use.
         self.progress: deque[tuple[str, float | None]] = deque(maxlen=_WORDS_KEPT)
         self.execution = Execution(

@@ -221,6 +221,17 @@ def test_complete_in_called_twice_is_completed_once(engine: Engine, runner: Runn
     assert ledger(engine, message_id) == [(1, 1, "succeeded")]
 
 
+def test_complete_in_without_a_transaction_is_refused(engine: Engine, runner: Runner) -> None:
+    def handler(job: JobContext) -> None:
+        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            job.complete_in(connection)
+
+    message_id = enqueue(engine)
+    report = execute(runner, a_kind(handler=handler, attempts=1), message_id)
+    assert report.outcome is AttemptOutcome.GIVEN_UP
+    assert "complete_in was given a connection in AUTOCOMMIT" in str(report.line)
+
+
 def test_a_second_interrupt_does_not_cost_the_message_its_end(engine: Engine, runner: Runner) -> None:
     inside = threading.Event()
 
