@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -31,6 +32,13 @@ def _no_settings_from_outside() -> Iterator[None]:
     hidden = {key: os.environ.pop(key) for key in list(os.environ) if key.startswith("OUTBOX_") and "TEST" not in key}
     yield
     os.environ.update(hidden)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interrupts_arrive() -> None:
+    """A shell starts background jobs with SIGINT ignored; tests of interrupts, and their processes, need it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
