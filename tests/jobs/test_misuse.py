@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -253,22 +255,17 @@ def test_a_second_interrupt_does_not_cost_the_message_its_end(engine: Engine, ru
     assert (row(engine, message_id).state, row(engine, message_id).processing_attempts) == ("Pending", 0)
 
 
-def test_a_child_that_a_handler_forked_does_not_go_on_as_a_worker(engine: Engine, settings: Settings) -> None:
+def test_a_child_that_a_handler_forked_does_not_go_on_as_a_worker(engine: Engine, database_url: str) -> None:
     run(engine, "CREATE TABLE executions (message_id bigint)")
-    children: list[int] = []
-
-    def handler(job: JobContext) -> None:
-        child = os.fork()
-        if child == 0:
-            return
-        children.append(child)
-        with job.session() as session:
-            session.execute(text("INSERT INTO executions VALUES (:id)"), {"id": job.message_id})
-
     enqueue_many(engine, 6)
-    with Database(settings) as database, Worker(database, Kinds([a_kind(handler=handler)]), settings):
-        wait_until(lambda: value(engine, "SELECT count(*) FROM outbox.messages WHERE state <> 'Completed'") == 0)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 6
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.jobs.forking_process", database_url],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.split() == ["0"] * 6
     assert value(engine, "SELECT count(*) FROM executions") == 6
 
 
