@@ -77,7 +77,11 @@ class LeaseKeeper:
         if process is None:
             return
         if self._held:
-            # Should we end with claims in our hands, it gives them back a moment later.
+            # At the end of its input it watches us no more. Should this process end within a few seconds,
+            # with claims in its hands, it gives them back; otherwise they are left to their leases.
+            assert process.stdin is not None
+            with suppress(OSError):
+                process.stdin.close()
             return
         process.kill()
         process.wait()
