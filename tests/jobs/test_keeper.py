@@ -322,3 +322,18 @@ def test_nothing_is_left_running_after_a_worker_was_killed_that_had_a_stub(
         worker.kill()
         wait_until(lambda: not stub.is_running() or stub.status() == psutil.STATUS_ZOMBIE)
     os.kill(int(child.read_text()), signal.SIGKILL)
+
+
+def test_a_keeper_that_is_closed_with_a_claim_in_hand_ends_and_harms_nobody(
+    engine: Engine, settings: Settings, database_url: str
+) -> None:
+    message_id = enqueue(engine)
+    claimed = take(engine, message_id)
+    with LeaseKeeper(engine, url=database_url, settings=settings) as keeper:
+        keeper.hold([claimed.lease], timeout=0.1, asked_at=time.monotonic(), on_lost=lambda _lease: None)
+        assert keeper.pid is not None
+        process_of_keeper = psutil.Process(keeper.pid)
+    # Sooner than it takes this process, which tells it nothing any more, for frozen.
+    wait_until(lambda: process_of_keeper.status() == psutil.STATUS_ZOMBIE if process_of_keeper.is_running() else True)
+    # The worker lives, so the claim is its own until the lease ends.
+    assert row(engine, message_id).state == "Processing"
