@@ -13,7 +13,7 @@ from sqlalchemy import Engine, text
 
 from benchmarks import rivals
 from benchmarks.rivals import Measured
-from benchmarks.setting import Results, engine, server
+from benchmarks.setting import Results, engine, server, settle_down
 from outbox_pipelines.database.database import Database
 from outbox_pipelines.jobs.context import JobContext
 from outbox_pipelines.jobs.enqueue import NewJob, enqueue_job, enqueue_jobs
@@ -50,7 +50,7 @@ def compare() -> None:
         results.add(name, settings, round(medians[name]), round(rates[0]), round(rates[-1]))
     results.publish()
     for name in ("pgqueuer", "procrastinate"):
-        print(f"outbox worker / {name}: {medians['outbox worker'] / medians[name]:.1f}")
+        print(f"outbox worker / {name}: {medians['outbox worker'] / medians[name]:.2f}")
 
 
 def ours(url: str) -> Measured:
@@ -59,7 +59,7 @@ def ours(url: str) -> Measured:
         with opened.begin() as connection:
             connection.execute(text("TRUNCATE outbox.messages, outbox.job_attempts, outbox.job_servers"))
             enqueue_jobs(connection, "no_op", [NewJob(payload={"n": number}) for number in range(JOBS)])
-        _settle_down(opened)
+        settle_down(opened)
         subprocess.run([sys.executable, "-m", "benchmarks.jobs", url], check=True)
         with opened.connect() as connection:
             row = connection.execute(
@@ -166,7 +166,7 @@ def _filled(completed: int) -> Iterator[Engine]:
                 {"completed": completed},
             )
             enqueue_jobs(connection, "no_op", [NewJob(job_id=number) for number in range(30_000)])
-        _settle_down(opened)
+        settle_down(opened)
         yield opened
 
 
@@ -195,13 +195,6 @@ def _claim_times(opened: Engine, limit: int) -> tuple[float, float]:
             settle(connection, [Settlement(one, AttemptOutcome.SUCCEEDED) for one in taken], holder="benchmark")
         settles.append(time.monotonic() - began)
     return statistics.median(claims), statistics.median(settles)
-
-
-def _settle_down(opened: Engine) -> None:
-    # So that no measurement pays for writing back what the filling left.
-    with opened.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        connection.exec_driver_sql("VACUUM ANALYZE")
-        connection.exec_driver_sql("CHECKPOINT")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,11 @@ def fill(opened: Engine, to_fill: Sequence[Tenant], rows: int) -> None:
                 "SELECT %(example)s::jsonb FROM generate_series(1, %(rows)s)",
                 {"example": EXAMPLE, "rows": rows},
             )
-    # So that no measurement pays for writing back what the filling left.
+    settle_down(opened)
+
+
+def settle_down(opened: Engine) -> None:
+    """So that no measurement pays for writing back what the filling left."""
     with opened.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.exec_driver_sql("VACUUM ANALYZE")
         connection.exec_driver_sql("CHECKPOINT")

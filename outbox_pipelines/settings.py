@@ -32,6 +32,9 @@ class TrainMode(StrEnum):
     """Flushing is off: rows accumulate in their outboxes."""
 
 
+RUN_START_SECONDS = 180.0
+"""How long a Dagster run may take to start; dagster_home/dagster.yaml says the same."""
+
 LOCAL_MODE = "OUTBOX_TRAIN_MODE=local: flushing is off"
 
 

@@ -135,6 +135,17 @@ def outbox(settings: Settings, tmp_path: Path) -> Run:
     return run
 
 
+@pytest.fixture
+def instance(tmp_path: Path) -> Iterator[Any]:
+    """A Dagster instance with its own storage."""
+    # Here, since importing it costs seconds that most tests need not pay.
+    import dagster as dg
+
+    no_logs = {"module": "dagster._core.storage.noop_compute_log_manager", "class": "NoOpComputeLogManager"}
+    with dg.instance_for_test(temp_dir=str(tmp_path), overrides={"compute_logs": no_logs}) as made:
+        yield made
+
+
 class made_database:  # noqa: N801  # reads as a statement: with made_database(...)
     """A database that exists inside the block."""
 

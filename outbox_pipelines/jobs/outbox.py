@@ -1,4 +1,8 @@
-"""The SQL that claims, ends and moves messages: all of this part's locking is here.
+"""The SQL that claims messages and ends their claims.
+
+What moves messages that nobody works on stands with who does it, under the same rules and with
+its own reason beside it: publishing in ``publisher``, taking back and parking in ``recovery``,
+cancelling and retrying in ``actions``.
 
 Why it is safe, in READ COMMITTED:
 

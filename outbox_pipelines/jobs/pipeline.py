@@ -20,16 +20,13 @@ from outbox_pipelines.jobs.recovery import note_served, recover, recover_orphans
 from outbox_pipelines.jobs.report import not_claimed_line, polled_line, report_line
 from outbox_pipelines.jobs.runner import Report, Runner
 from outbox_pipelines.jobs.transport import Fate, Published, Served
-from outbox_pipelines.settings import Settings
+from outbox_pipelines.settings import RUN_START_SECONDS, Settings
 
 KIND_TAG = "outbox/kind"
 MESSAGE_TAG = "outbox/message"
 ATTEMPT_TAG = "outbox/attempt"
 RUN_KEY_TAG = "dagster/run_key"
 SERVER = "dagster"
-
-_START_TIMEOUT = timedelta(minutes=3)
-"""How long a run may take to start; dagster.yaml says the same."""
 
 _KEEPER_DELAY_SECONDS = 2.0
 """Jobs that are over before need no keeper; the first heartbeat is due after 5 s at the earliest."""
@@ -194,7 +191,8 @@ class RunTransport:
         if self._stopped:
             return
         timeout = self._settings.publish_timeout_seconds
-        runs = _Runs(self._instance, kind, self.requests, believe_for=_START_TIMEOUT + timedelta(seconds=timeout))
+        believe_for = timedelta(seconds=RUN_START_SECONDS + timeout)
+        runs = _Runs(self._instance, kind, self.requests, believe_for=believe_for)
         polled = Publisher(self._engine, runs, timeout=timeout).poll(self._kinds[kind])
         with self._engine.begin() as connection:
             due, in_flight = places(connection, kind)

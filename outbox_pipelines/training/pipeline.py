@@ -12,7 +12,7 @@ from sqlalchemy.exc import DBAPIError
 
 from outbox_pipelines.database.database import Database
 from outbox_pipelines.database.error_text import first_line
-from outbox_pipelines.settings import LOCAL_MODE, Settings, TrainMode
+from outbox_pipelines.settings import LOCAL_MODE, RUN_START_SECONDS, Settings, TrainMode
 from outbox_pipelines.tenants.registry import Tenant, UnknownTenant, get_tenant
 from outbox_pipelines.training import outbox
 from outbox_pipelines.training.backlog import Backlog, Standing, count_waiting, look, note_reachability
@@ -30,9 +30,6 @@ PARTITIONS_CHUNK = 1_000
 _TABLE_ROWS = 100
 _QUEUED = [DagsterRunStatus.QUEUED, DagsterRunStatus.NOT_STARTED]
 _RUNNING = [DagsterRunStatus.STARTING, DagsterRunStatus.STARTED, DagsterRunStatus.CANCELING]
-_START_TIMEOUT = timedelta(minutes=3)
-"""How long a run may take to start; dagster.yaml says the same."""
-
 tenants_partitions = dg.DynamicPartitionsDefinition(name="tenants")
 
 
@@ -207,7 +204,7 @@ class TrainingPipeline:
         return dg.SensorResult(run_requests=requests, dynamic_partitions_requests=changes)
 
     def _longest_run(self) -> timedelta:
-        return _START_TIMEOUT + timedelta(seconds=self.settings.budget_seconds + self.settings.lease_seconds)
+        return timedelta(seconds=RUN_START_SECONDS + self.settings.budget_seconds + self.settings.lease_seconds)
 
     def _unreachable(self, backlog: Backlog) -> str | None:
         sink = self.make_sink()

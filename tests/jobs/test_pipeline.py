@@ -1,9 +1,8 @@
 """What Dagster shows and starts for jobs: the sensors' requests and reasons, the runs and their results."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -21,15 +20,6 @@ from outbox_pipelines.jobs.look import show_message
 from outbox_pipelines.settings import Settings
 from tests.jobs.location import Location
 from tests.outboxes import wait_until
-
-
-@pytest.fixture
-def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
-    """A Dagster instance with its own storage."""
-    no_logs = {"module": "dagster._core.storage.noop_compute_log_manager", "class": "NoOpComputeLogManager"}
-    with dg.instance_for_test(temp_dir=str(tmp_path), overrides={"compute_logs": no_logs}) as made:
-        yield made
-
 
 Locate = Callable[..., Location]
 

@@ -1,7 +1,7 @@
 """What Dagster shows and starts: the sensor's requests and reasons, the runs and their results."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,6 @@ from tests.outboxes import dead_letters, enqueue, flush, ledger_ids, new_tenant,
 from tests.scripted_service import ScriptedService
 
 MakeSettings = Callable[..., Settings]
-
-
-@pytest.fixture
-def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
-    """A Dagster instance with its own storage."""
-    no_logs = {"module": "dagster._core.storage.noop_compute_log_manager", "class": "NoOpComputeLogManager"}
-    with dg.instance_for_test(temp_dir=str(tmp_path), overrides={"compute_logs": no_logs}) as made:
-        yield made
 
 
 class Pipeline:

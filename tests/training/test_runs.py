@@ -1,9 +1,7 @@
 """Which runs the sensor believes in, and what a run makes of tenants that are broken or gone."""
 
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -19,14 +17,6 @@ from tests.scripted_service import ScriptedService
 
 LONGEST_SECONDS = 180 + 8 + 120
 """How long the default settings let a run take: to start, its budget, its lease."""
-
-
-@pytest.fixture
-def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
-    """A Dagster instance with its own storage."""
-    no_logs = {"module": "dagster._core.storage.noop_compute_log_manager", "class": "NoOpComputeLogManager"}
-    with dg.instance_for_test(temp_dir=str(tmp_path), overrides={"compute_logs": no_logs}) as made:
-        yield made
 
 
 @pytest.fixture
