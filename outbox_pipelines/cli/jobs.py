@@ -194,6 +194,7 @@ def worker(
     from outbox_pipelines.settings import load_settings
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     settings = load_settings()
     kinds = chosen(load_kinds(settings.kinds), kind or [])
     if not kinds:

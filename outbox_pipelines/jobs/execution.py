@@ -37,6 +37,7 @@ ABANDON_SECONDS = 2.0
 _LEASE_LOOK_SECONDS = 1.0
 
 _UNJUDGED_SECONDS = 60.0
+_FRAMES_KEPT = 20
 
 _WAITED_SECONDS = 1.0
 """How long a claim may wait in memory before it is looked at again when its turn comes."""
@@ -136,7 +137,7 @@ class Execution:
             early = self._without_handler()
             ended = early if early is not None else self._with_handler()
         except BaseException as error:  # whatever a handler, its classes or its database raise is told
-            ended = replace(self._judge_safely(error), trace="".join(traceback.format_tb(error.__traceback__)))
+            ended = replace(self._judge_safely(error), trace=_frames(error))
         return ended if self._end() else None
 
     def watch(self) -> bool:
@@ -362,6 +363,14 @@ class Execution:
 
     def _ran(self) -> float:
         return time.monotonic() - self._began_at
+
+
+def _frames(error: BaseException) -> str | None:
+    """Where a handler raised: its own frames, not ours around it; none for what failed before it was called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [place for place, frame in enumerate(frames) if frame.filename == __file__]
+    inside = frames[max(ours) + 1 :] if ours and frames[max(ours)].name == "_with_handler" else []
+    return "".join(traceback.format_list(inside[:_FRAMES_KEPT])) or None
 
 
 def _shown(cause: BaseException) -> str:

@@ -364,6 +364,7 @@ def _tell(kind: JobKind, ended: Ended, *, lost: bool) -> None:
     if lost or ended.outcome is AttemptOutcome.LOST:
         _logger.warning("%s: the lease was lost; nothing was written", told)
     elif ended.outcome in {AttemptOutcome.FAILED, AttemptOutcome.GIVEN_UP}:
-        _logger.warning("%s: %s: %s\n%s", told, ended.outcome, ended.line, ended.trace or "")
+        what = "failed: " if ended.outcome is AttemptOutcome.FAILED else ""
+        _logger.warning("%s: %s%s%s", told, what, ended.line, f"\n{ended.trace.rstrip()}" if ended.trace else "")
     elif _logger.isEnabledFor(logging.DEBUG):
         _logger.debug("%s: %s after %.3f s", told, ended.outcome, ended.ran)

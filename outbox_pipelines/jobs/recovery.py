@@ -47,7 +47,7 @@ class Recovered:
             )
             if count
         ]
-        return "; ".join((facts or ["nothing to recover"]) + self.problems)
+        return "; ".join(facts + self.problems) or "nothing to recover"
 
 
 def recover(engine: Engine, kinds: Kinds, *, publish_timeout: float, also_published: bool = False) -> Recovered:
@@ -89,7 +89,6 @@ def recover_orphans(engine: Engine, kinds: Iterable[JobKind]) -> Recovered:
         except Exception as error:  # a user's adapter or table may do anything, and is not the other kinds' trouble
             reason = first_line(getattr(error, "orig", None) or error)
             done.problems.append(f"kind {kind.name}: its domain jobs cannot be listed: {reason}")
-            _logger.warning("%s", done.problems[-1])
     return done
 
 

@@ -209,7 +209,7 @@ class Worker:
 
     def _report(self, done: Recovered) -> None:
         if done != Recovered():
-            _logger.info("%s", done.words())
+            _logger.log(logging.WARNING if done.problems else logging.INFO, "%s", done.words())
 
     def _wake_all(self) -> None:
         for lane in self._lanes.values():

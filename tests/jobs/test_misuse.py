@@ -294,3 +294,22 @@ def test_a_kind_whose_handlers_hold_every_session_takes_none_from_another(engine
             let_go.set()
     finally:
         let_go.set()
+
+
+def test_a_failure_shows_where_the_handler_raised_and_nothing_of_ours(engine: Engine, runner: Runner) -> None:
+    def in_the_handlers_code() -> None:
+        raise ValueError("no")
+
+    def handler(_job: JobContext) -> None:
+        in_the_handlers_code()
+
+    trace = str(execute(runner, a_kind(handler=handler), enqueue(engine)).trace)
+    assert "in handler" in trace
+    assert "in in_the_handlers_code" in trace
+    assert "execution.py" not in trace
+    # What fails before the handler is called was raised nowhere in its code.
+    make_app_jobs(engine)
+    run(engine, "DROP TABLE app.jobs")
+    report = execute(runner, a_kind(domain=APP_JOBS), enqueue(engine, job_id="1"))
+    assert report.line == "UndefinedTable (42P01); its text is in the database"
+    assert report.trace is None
