@@ -1,8 +1,8 @@
 """The command ``outbox``.
 
 Exit codes: 0 done; 1 not done, with a line on standard error that says why; 2 wrong usage;
-130 interrupted. Dagster is imported by none of these commands: ``dev`` and ``demo`` run it
-in processes of its own.
+130 interrupted. Only ``launcher`` imports Dagster: ``dev`` and ``demo`` run it in
+processes of its own.
 """
 
 import json
@@ -19,6 +19,7 @@ import typer
 
 from outbox_pipelines import __version__
 from outbox_pipelines.cli.jobs import jobs_app, worker
+from outbox_pipelines.cli.launcher import launcher_app
 from outbox_pipelines.cli.output import AsJson, example, local_time, opened_database, show, show_table
 from outbox_pipelines.errors import OutboxError
 from outbox_pipelines.wording import counted
@@ -33,6 +34,7 @@ app = typer.Typer(
 tenants_app = typer.Typer(help="Register, list, pause and remove tenants.", no_args_is_help=True)
 app.add_typer(tenants_app, name="tenants")
 app.add_typer(jobs_app, name="jobs")
+app.add_typer(launcher_app, name="launcher")
 app.command(epilog=example("outbox worker", "outbox worker --kind automatic_timetable --consumers 4"))(worker)
 
 

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import yaml
 from sqlalchemy import make_url
 
 from outbox_pipelines.database.database import Database, ensure_database
 from outbox_pipelines.database.migrate import migrate
 from outbox_pipelines.database.url import dagster_storage_url, render
 from outbox_pipelines.errors import OutboxError
+from outbox_pipelines.launch.folder import Folder
 from outbox_pipelines.settings import Settings, as_environment, load_settings
 from outbox_pipelines.training.grpc_sink import GrpcSink
 from outbox_pipelines.wording import counted
@@ -29,8 +31,13 @@ from outbox_pipelines.wording import counted
 STORAGE_VARIABLE = "OUTBOX_DAGSTER_STORAGE_URL"
 """What dagster_home/dagster.yaml reads: Dagster's database with its driver written out."""
 
+LAUNCHER_VARIABLE = "OUTBOX_LAUNCHER_FOLDER"
+"""What dagster_home/dagster.yaml reads: the private folder of the stack's launcher."""
+
 _READY_SECONDS = 120.0
-_STOP_SECONDS = 20.0
+_STOP_SECONDS = (15.0, 5.0)
+"""How long a process may take to end, and then to end after it was asked again."""
+
 _POLL_SECONDS = 0.1
 _HOST = "127.0.0.1"
 
@@ -63,17 +70,42 @@ class Stack:
 
 
 class Component:
-    """A process of the stack, in a session of its own: a terminal's Ctrl-C reaches only us."""
+    """A process of the stack, in a session of its own: a terminal's Ctrl-C reaches only us.
+
+    Args:
+        name: for people, and of its log.
+        arguments: to Python.
+        environment: besides ours.
+        log: what it prints is kept here.
+        say: told each line that it prints.
+        restarts: start it again when it ends by itself after it was ready, instead of failing.
+    """
 
     def __init__(
-        self, name: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path, say: Say
+        self,
+        name: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        say: Say,
+        *,
+        restarts: bool = False,
     ) -> None:
         self.name = name
         self.log = log
+        self._arguments = arguments
+        self._environment = {**os.environ, **environment, "PYTHONUNBUFFERED": "1"}
+        self._say = say
+        self._restarts = restarts
+        self._ready = False
         log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("")
+        self._start()
+
+    def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, *arguments],
-            env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
+            [sys.executable, *self._arguments],
+            env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -81,23 +113,35 @@ class Component:
             errors="replace",
             start_new_session=True,
         )
-        self._reader = threading.Thread(target=self._read, args=(say,), name=f"log-{name}", daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(self._process,), name=f"log-{self.name}", daemon=True)
         self._reader.start()
 
-    def _read(self, say: Say) -> None:
-        assert self._process.stdout is not None
-        with self.log.open("w") as file:
-            for line in self._process.stdout:
-                file.write(line)
-                file.flush()
-                say(f"{self.name:>10} | {line.rstrip()}")
+    def _read(self, process: "subprocess.Popen[str]") -> None:
+        assert process.stdout is not None
+        # What is printed is read whatever happens: a full pipe would stop the process that prints.
+        with self.log.open("a") as file:
+            for line in process.stdout:
+                with suppress(OSError):
+                    # The disk is full.
+                    file.write(line)
+                    file.flush()
+                self._say(f"{self.name:>10} | {line.rstrip()}")
 
     def check(self) -> None:
-        """Raise :class:`ComponentFailed` when the process has ended."""
+        """Raise :class:`ComponentFailed` when the process has ended, or start it again."""
         code = self._process.poll()
-        if code is not None:
-            self._reader.join(timeout=1)
-            raise ComponentFailed(f"{self.name} ended with code {code}; {self._last_lines()}")
+        if code is None:
+            return
+        if self._ready and self._restarts:
+            self._say(f"{self.name:>10} | ended with code {code}: starting it again")
+            self._start()
+            return
+        self._reader.join(timeout=1)
+        raise ComponentFailed(f"{self.name} ended with code {code}; {self._last_lines()}")
+
+    def has_said(self, text: str) -> bool:
+        """Whether it printed this."""
+        return text in self.log.read_text(errors="replace")
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Wait until ``ready`` says so."""
@@ -107,6 +151,7 @@ class Component:
             if time.monotonic() > ends_at:
                 raise ComponentFailed(f"{self.name} was not ready after {_READY_SECONDS:.0f} s; {self._last_lines()}")
             time.sleep(_POLL_SECONDS)
+        self._ready = True
 
     def stop(self) -> None:
         """Ask the process to end, wait, and kill what is left of its session.
@@ -114,10 +159,11 @@ class Component:
         A second interrupt while waiting shortens the wait; nothing is left behind.
         """
         try:
-            if self._process.poll() is None:
-                self._process.send_signal(signal.SIGINT)
-                with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_STOP_SECONDS)
+            for seconds in _STOP_SECONDS:
+                if self._process.poll() is None:
+                    self._process.send_signal(signal.SIGINT)
+                    with suppress(subprocess.TimeoutExpired):
+                        self._process.wait(seconds)
         finally:
             self._kill_session()
             self._process.wait()
@@ -164,17 +210,19 @@ def running_stack(
         url = database.url
         changed = migrate(database.engine)
         say(f"database: ready after {time.monotonic() - began:.1f} s, {counted(changed, 'schema')} migrated")
+        dagster_home = _dagster_home(home)
         environment = {
             **as_environment(settings),
             "OUTBOX_DATABASE_URL": url,
             "OUTBOX_HOME": str(home),
-            "DAGSTER_HOME": str(_dagster_home(home)),
+            "DAGSTER_HOME": str(dagster_home),
             STORAGE_VARIABLE: _storage_url(settings, url),
+            LAUNCHER_VARIABLE: str(home / "launcher"),
         }
         components: list[Component] = []
 
-        def start(name: str, arguments: Sequence[str]) -> Component:
-            component = Component(name, arguments, environment, home / "logs" / f"{name}.log", log)
+        def start(name: str, arguments: Sequence[str], *, restarts: bool = False) -> Component:
+            component = Component(name, arguments, environment, home / "logs" / f"{name}.log", log, restarts=restarts)
             stack.callback(component.stop)
             components.append(component)
             return component
@@ -184,8 +232,12 @@ def running_stack(
         target = environment.get("OUTBOX_ML_TARGET", settings.ml_target)
         effective = settings.model_copy(update={"ml_target": target})
         web_port = _port(port, 3000, "webserver", say)
-        say("dagster: starting code server, webserver and daemon (importing Dagster takes some seconds) …")
+        say("dagster: starting launcher, code server, webserver and daemon (importing Dagster takes some seconds) …")
         began = time.monotonic()
+        if _names_warm_launcher(dagster_home):
+            stack.callback(_end_runs, Path(environment[LAUNCHER_VARIABLE]))
+            launcher = start("launcher", ["-m", "outbox_pipelines.launch"], restarts=True)
+            launcher.wait_until(lambda: launcher.has_said("launcher: ready"))
         dagster = start(
             "dagster",
             ["-W", "ignore", "-m", "dagster", "dev", "-w", str(_workspace(home)), "-h", _HOST, "-p", str(web_port)],
@@ -264,6 +316,25 @@ def _dagster_home(home: Path) -> Path:
         packaged = Path(__file__).parents[2] / "dagster_home" / "dagster.yaml"
     (made / "dagster.yaml").write_text(packaged.read_text())
     return made
+
+
+def _names_warm_launcher(dagster_home: Path) -> bool:
+    """Whether the instance's settings name the warm launcher; without it Dagster's own starts the runs."""
+    try:
+        settings = yaml.safe_load((dagster_home / "dagster.yaml").read_text()) or {}
+    except (OSError, yaml.YAMLError, AttributeError) as error:
+        raise OutboxError(f"{dagster_home / 'dagster.yaml'} cannot be read: {error}") from error
+    named = settings.get("run_launcher") or {}
+    return bool(named.get("class") == "WarmRunLauncher")
+
+
+def _end_runs(folder: Path) -> None:
+    """End the workers that a launcher left which was killed: they are in no session of the stack's."""
+    if folder.exists():
+        for holder in Folder(folder).runs():
+            if holder.pid and Folder(folder).is_held(holder.run_id):
+                with suppress(ProcessLookupError):
+                    os.kill(holder.pid, signal.SIGKILL)
 
 
 def _workspace(home: Path) -> Path:

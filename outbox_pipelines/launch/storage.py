@@ -1,0 +1,312 @@
+"""Dagster's three PostgreSQL storages on one bounded connection pool for each process."""
+
+import contextlib
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dagster import DagsterInstance
+from sqlalchemy import Engine, event, exc
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.pool import ConnectionPoolEntry, PoolProxiedConnection
+
+from outbox_pipelines.database.url import dagster_storage_url, render
+from outbox_pipelines.launch.internals import (
+    ConfigurableClass,
+    ConfigurableClassData,
+    DagsterPostgresStorage,
+    DagsterStorage,
+    Field,
+    IntSource,
+    PostgresEventLogStorage,
+    PostgresRunStorage,
+    PostgresScheduleStorage,
+    UserConfigSchema,
+    create_pg_engine,
+    get_token_provider_from_config,
+    pg_config,
+    pg_url_from_config,
+    set_pg_statement_timeout,
+)
+
+_POOL_FIELDS: Mapping[str, tuple[int, str]] = {
+    "pool_size": (5, "Connections that a process keeps open."),
+    "pool_overflow": (15, "Connections that a process opens beyond these when all are in use; closed after use."),
+    "pool_timeout_seconds": (30, "Seconds that a caller waits for a free connection before an error."),
+    "ping_after_idle_seconds": (5, "Seconds of idling after which a connection is tried before it is used again."),
+}
+
+# A server that went silent (power, network) is noticed in about a minute, not in hours; a value in the URL wins.
+_LIBPQ_DEFAULTS = {
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+}
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """What tells one pool of this process from another."""
+
+    url: str
+    auth_provider: str
+    pool_size: int
+    pool_overflow: int
+    pool_timeout_seconds: int
+    ping_after_idle_seconds: int
+    recycle_seconds: int = -1
+    statement_timeout_milliseconds: int = 0
+
+
+_lock = threading.Lock()
+_engines: dict[_Pool, Engine] = {}
+_created: set[str] = set()
+"""URLs whose tables this process, or the one it was forked from, has seen."""
+
+
+_rolls_back = False
+"""Whether new connections begin a transaction that nothing commits; see :func:`rolled_back`."""
+
+
+@contextmanager
+def rolled_back() -> Iterator[None]:
+    """Undo at the end what the block writes through this process's pools; nobody else ever sees it.
+
+    Dagster's statements run with autocommit. Each connection that is opened inside the block
+    is told BEGIN behind the driver's back, which then has nothing to commit, and is closed at the end.
+    For a process with one thread. A pool's compiled statements stay.
+    """
+    global _rolls_back
+    for engine in _engines.values():
+        engine.dispose()
+    _rolls_back = True
+    try:
+        yield
+    finally:
+        _rolls_back = False
+        for engine in _engines.values():
+            engine.dispose()
+
+
+def _after_fork_in_child() -> None:
+    # The parent's sessions stay the parent's: the child forgets them without a word to the server.
+    global _lock
+    _lock = threading.Lock()
+    for engine in _engines.values():
+        engine.dispose(close=False)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _engine(pool: _Pool, token_provider: Any) -> Engine:
+    """The engine of this process for ``pool``, made when first asked for."""
+    with _lock:
+        if pool not in _engines:
+            _engines[pool] = _make_engine(pool, token_provider)
+        return _engines[pool]
+
+
+def _make_engine(pool: _Pool, token_provider: Any) -> Engine:
+    url = dagster_storage_url(pool.url)
+    engine = create_pg_engine(
+        pool.url,
+        token_provider,
+        # What Dagster's own storages run with.
+        isolation_level="AUTOCOMMIT",
+        pool_size=pool.pool_size,
+        max_overflow=pool.pool_overflow,
+        pool_timeout=pool.pool_timeout_seconds,
+        pool_recycle=pool.recycle_seconds,
+        # The connection used last is used next, so that a quiet process lets the others go stale together.
+        pool_use_lifo=True,
+        connect_args={name: value for name, value in _LIBPQ_DEFAULTS.items() if name not in url.query},
+    )
+    if pool.statement_timeout_milliseconds:
+
+        @event.listens_for(engine, "connect")
+        def set_timeout(connection: DBAPIConnection, _record: ConnectionPoolEntry) -> None:
+            set_pg_statement_timeout(connection, pool.statement_timeout_milliseconds)
+
+    @event.listens_for(engine, "connect")
+    def begin_rehearsal(connection: DBAPIConnection, _record: ConnectionPoolEntry) -> None:
+        if _rolls_back:
+            with contextlib.closing(connection.cursor()) as cursor:
+                cursor.execute("BEGIN")
+
+    @event.listens_for(engine, "checkin")
+    def note_idle(_connection: DBAPIConnection | None, record: ConnectionPoolEntry) -> None:
+        record.info["idle_since"] = time.monotonic()
+
+    @event.listens_for(engine, "checkout")
+    def ping_when_in_doubt(
+        connection: DBAPIConnection, record: ConnectionPoolEntry, _proxy: PoolProxiedConnection
+    ) -> None:
+        idle_since = record.info.get("idle_since")
+        if idle_since is None:
+            return
+        idled = time.monotonic() - idle_since >= pool.ping_after_idle_seconds
+        if not (idled or _has_something_to_read(connection)):
+            return
+        try:
+            alive = engine.dialect.do_ping(connection)
+        except engine.dialect.loaded_dbapi.Error:
+            alive = False
+        if not alive:
+            # Those that idled beside it are no better: all are made anew.
+            raise exc.InvalidatePoolError("the server closed this connection while it idled")
+
+    return engine
+
+
+def _has_something_to_read(connection: Any) -> bool:
+    """Whether the server has sent something to a session that asked for nothing: most often, that it closes.
+
+    A server that restarts or ends a session closes the socket at once, so this finds it
+    without a round trip.
+    """
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN)
+    return bool(poll.poll(0))
+
+
+class _Pooled:
+    """What Dagster's three storages do alike here: use the process's engine, in the webserver too."""
+
+    _engine: Engine
+
+    def use(self, pool: _Pool, token_provider: Any) -> None:
+        self._pool = pool
+        self._provider = token_provider
+        self._engine = _engine(pool, token_provider)
+
+    def optimize_for_webserver(self, statement_timeout: int, pool_recycle: int, max_overflow: int) -> None:
+        """Take the webserver's limits on the pool that the three storages share.
+
+        Args:
+            statement_timeout: milliseconds.
+            pool_recycle: seconds after which a connection is replaced.
+            max_overflow: connections beyond the pool's.
+        """
+        pool = replace(
+            self._pool,
+            recycle_seconds=pool_recycle,
+            pool_overflow=max_overflow,
+            statement_timeout_milliseconds=statement_timeout,
+        )
+        self.use(pool, self._provider)
+
+
+class _RunStorage(_Pooled, PostgresRunStorage):
+    pass
+
+
+class _EventLogStorage(_Pooled, PostgresEventLogStorage):
+    pass
+
+
+class _ScheduleStorage(_Pooled, PostgresScheduleStorage):
+    pass
+
+
+def is_pooled(instance: DagsterInstance) -> bool:
+    """Whether the instance keeps its events on a pool of this module."""
+    return isinstance(instance.event_log_storage, _Pooled)
+
+
+class PooledPostgresStorage(DagsterStorage, ConfigurableClass):
+    """Dagster's PostgreSQL storage on one bounded connection pool for each process.
+
+    Dagster's own opens a connection for every statement (its pool is a ``NullPool``): over a
+    hundred sessions for one small run. Here runs, events, schedules and ticks share a pool. A
+    connection is pinged before use only when it idled or when the server has closed it.
+    Nothing else differs: the tables, the statements and ``dagster instance migrate`` are Dagster's.
+
+    To be named in ``dagster.yaml``; every form of dagster-postgres's configuration works here::
+
+        storage:
+          custom:
+            module: outbox_pipelines.launch
+            class: PooledPostgresStorage
+            config:
+              postgres_url:
+                env: DAGSTER_POSTGRES_URL
+
+    The driver is psycopg 2, whatever the URL says: Dagster's statements need it.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        inst_data: ConfigurableClassData | None = None,
+    ) -> None:
+        self._inst_data = inst_data
+        self.postgres_url = render(
+            dagster_storage_url(pg_url_from_config(config), variable="storage's postgres_url in dagster.yaml")
+        )
+        self.should_autocreate_tables = bool(config.get("should_autocreate_tables", True))
+        token_provider = get_token_provider_from_config(config)
+        pool = _Pool(
+            self.postgres_url,
+            json.dumps(config.get("auth_provider"), sort_keys=True),
+            **{name: int(config.get(name, default)) for name, (default, _) in _POOL_FIELDS.items()},
+        )
+        if self.should_autocreate_tables:
+            _create_tables_once(self.postgres_url, token_provider)
+        self._run_storage = _RunStorage(self.postgres_url, should_autocreate_tables=False)
+        self._event_log_storage = _EventLogStorage(self.postgres_url, should_autocreate_tables=False)
+        self._schedule_storage = _ScheduleStorage(self.postgres_url, should_autocreate_tables=False)
+        for storage in (self._run_storage, self._event_log_storage, self._schedule_storage):
+            storage.use(pool, token_provider)
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @property
+    def inst_data(self) -> ConfigurableClassData | None:
+        return self._inst_data
+
+    @classmethod
+    def config_type(cls) -> UserConfigSchema:
+        stock = pg_config()
+        assert isinstance(stock, dict)
+        return {
+            **stock,
+            **{
+                name: Field(IntSource, is_required=False, default_value=default, description=description)
+                for name, (default, description) in _POOL_FIELDS.items()
+            },
+        }
+
+    @classmethod
+    def from_config_value(
+        cls, inst_data: ConfigurableClassData | None, config_value: Mapping[str, Any]
+    ) -> "PooledPostgresStorage":
+        return cls(config_value, inst_data)
+
+    @property
+    def event_log_storage(self) -> PostgresEventLogStorage:
+        return self._event_log_storage
+
+    @property
+    def run_storage(self) -> PostgresRunStorage:
+        return self._run_storage
+
+    @property
+    def schedule_storage(self) -> PostgresScheduleStorage:
+        return self._schedule_storage
+
+
+def _create_tables_once(url: str, token_provider: Any) -> None:
+    """Let Dagster's own storage make the tables that are missing; asked once in a process and its forks."""
+    with _lock:
+        if url in _created:
+            return
+    DagsterPostgresStorage(url, should_autocreate_tables=True, token_provider=token_provider)
+    with _lock:
+        _created.add(url)
