@@ -1,0 +1,26 @@
+"""However a run's process ends, the run gets the end that it is due."""
+
+import dagster as dg
+import pytest
+
+from tests.launch.conftest import Runs
+
+
+def test_a_run_succeeds_in_a_process_forked_for_it(runs: Runs) -> None:
+    run_id = runs.launch("say")
+    assert runs.end_of(run_id) is dg.DagsterRunStatus.SUCCESS, runs.messages(run_id)
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        ("fail", "this op raises"),
+        ("sys_exit", "An exception was thrown during execution"),
+        ("os_exit", "ended with exit code 0 in the middle of the run"),
+        ("crash", "was killed by SIGSEGV"),
+    ],
+)
+def test_a_run_whose_code_ends_its_process_is_failed_and_says_how(runs: Runs, job: str, words: str) -> None:
+    run_id = runs.launch(job)
+    assert runs.end_of(run_id) is dg.DagsterRunStatus.FAILURE
+    assert words in runs.messages(run_id)
