@@ -15,7 +15,7 @@ def test_a_run_succeeds_in_a_process_forked_for_it(runs: Runs) -> None:
     ("job", "words"),
     [
         ("fail", "this op raises"),
-        ("sys_exit", "An exception was thrown during execution"),
+        ("sys_exit", "SystemExit: 3"),
         ("os_exit", "ended with exit code 0 in the middle of the run"),
         ("crash", "was killed by SIGSEGV"),
     ],
