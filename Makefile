@@ -6,7 +6,7 @@ BIN := .venv/bin
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo dev test check format bench proto docs constraints clean
+.PHONY: help install demo dev test check format bench bench-runs proto docs constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -44,6 +44,9 @@ format: .venv/installed ## Format the code
 
 bench: .venv/bench ## Measure speed, beside pgqueuer and procrastinate; writes benchmarks/results/
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-runs: .venv/installed ## Measure what a Dagster run costs: stock, pooled, forked, reused (about ten minutes)
+	$(BIN)/python -m benchmarks runs
 
 .venv/bench: .venv/installed
 	@echo "installing the queues to measure beside …"

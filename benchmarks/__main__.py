@@ -2,7 +2,7 @@
 
 import sys
 
-from benchmarks import flush, jobs, sensor
+from benchmarks import flush, jobs, runs, sensor
 
 BENCHMARKS = {
     "flush": flush.compare,
@@ -13,6 +13,7 @@ BENCHMARKS = {
     "latency": jobs.latency,
     "enqueue_jobs": jobs.enqueueing,
     "claim": jobs.claiming,
+    "runs": runs.compare,
 }
 
 
