@@ -18,7 +18,11 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     log_to_stderr()
     try:
-        serve(service_of(given.instance), until_idle=given.until_idle, say=logging.getLogger("outbox_pipelines.launch").info)
+        serve(
+            service_of(given.instance),
+            until_idle=given.until_idle,
+            say=logging.getLogger("outbox_pipelines.launch").info,
+        )
     except OutboxError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code

@@ -6,6 +6,9 @@ on any other release :func:`check_release` refuses, so that a change shows as on
 message and not as a run that hangs.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from dagster import __version__ as DAGSTER_VERSION  # noqa: N812  # it is a constant
 from dagster import reconstructable as recon_job_for
 from dagster._cli.api import _execute_run_command_body as execute_run
@@ -24,16 +27,25 @@ from dagster_postgres.event_log import PostgresEventLogStorage
 from dagster_postgres.run_storage import PostgresRunStorage
 from dagster_postgres.schedule_storage import PostgresScheduleStorage
 from dagster_postgres.storage import DagsterPostgresStorage
-from dagster_postgres.utils import (
-    create_pg_engine,
-    get_token_provider_from_config,
-    pg_config,
-    pg_url_from_config,
-    set_pg_statement_timeout,
-)
+from dagster_postgres.utils import pg_config, pg_url_from_config, set_pg_statement_timeout
 from packaging.version import InvalidVersion, Version
+from sqlalchemy import Engine
 
 from outbox_pipelines.errors import OutboxError
+
+try:
+    from dagster_postgres.auth import register_do_connect_hook as give_tokens
+    from dagster_postgres.utils import get_token_provider_from_config as token_provider_of
+except ImportError:
+    # Older releases know passwords only, and their configuration has no auth_provider.
+
+    def give_tokens(engine: Engine, token_provider: Any) -> None:
+        """There is no token provider that could be given."""
+        raise AssertionError(f"no token provider exists in this release: {token_provider}")
+
+    def token_provider_of(config_value: Mapping[str, Any]) -> Any:
+        """There is none."""
+
 
 __all__ = [
     "DAGSTER_VERSION",
@@ -64,15 +76,15 @@ __all__ = [
     "UserConfigSchema",
     "WorkerStatus",
     "capture_interrupts",
-    "create_pg_engine",
     "deserialize_value",
     "execute_run",
-    "get_token_provider_from_config",
+    "give_tokens",
     "pg_config",
     "pg_url_from_config",
     "recon_job_for",
     "serialize_value",
     "set_pg_statement_timeout",
+    "token_provider_of",
 ]
 
 OLDEST_TESTED = "1.13.0"

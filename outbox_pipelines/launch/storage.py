@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dagster import DagsterInstance
-from sqlalchemy import Engine, event, exc
+from sqlalchemy import Engine, create_engine, event, exc
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.pool import ConnectionPoolEntry, PoolProxiedConnection
 
@@ -28,11 +28,11 @@ from outbox_pipelines.launch.internals import (
     PostgresRunStorage,
     PostgresScheduleStorage,
     UserConfigSchema,
-    create_pg_engine,
-    get_token_provider_from_config,
+    give_tokens,
     pg_config,
     pg_url_from_config,
     set_pg_statement_timeout,
+    token_provider_of,
 )
 
 _POOL_FIELDS: Mapping[str, tuple[int, str]] = {
@@ -116,9 +116,8 @@ def _engine(pool: _Pool, token_provider: Any) -> Engine:
 
 def _make_engine(pool: _Pool, token_provider: Any) -> Engine:
     url = dagster_storage_url(pool.url)
-    engine = create_pg_engine(
-        pool.url,
-        token_provider,
+    engine = create_engine(
+        url,
         # What Dagster's own storages run with.
         isolation_level="AUTOCOMMIT",
         pool_size=pool.pool_size,
@@ -129,6 +128,8 @@ def _make_engine(pool: _Pool, token_provider: Any) -> Engine:
         pool_use_lifo=True,
         connect_args={name: value for name, value in _LIBPQ_DEFAULTS.items() if name not in url.query},
     )
+    if token_provider is not None:
+        give_tokens(engine, token_provider)
     if pool.statement_timeout_milliseconds:
 
         @event.listens_for(engine, "connect")
@@ -252,7 +253,7 @@ class PooledPostgresStorage(DagsterStorage, ConfigurableClass):
             dagster_storage_url(pg_url_from_config(config), variable="storage's postgres_url in dagster.yaml")
         )
         self.should_autocreate_tables = bool(config.get("should_autocreate_tables", True))
-        token_provider = get_token_provider_from_config(config)
+        token_provider = token_provider_of(config)
         pool = _Pool(
             self.postgres_url,
             json.dumps(config.get("auth_provider"), sort_keys=True),
@@ -307,6 +308,8 @@ def _create_tables_once(url: str, token_provider: Any) -> None:
     with _lock:
         if url in _created:
             return
-    DagsterPostgresStorage(url, should_autocreate_tables=True, token_provider=token_provider)
+    # An argument that older releases do not know.
+    provided = {} if token_provider is None else {"token_provider": token_provider}
+    DagsterPostgresStorage(url, should_autocreate_tables=True, **provided)
     with _lock:
         _created.add(url)
