@@ -39,11 +39,11 @@ try:
 except ImportError:
     # Older releases know passwords only, and their configuration has no auth_provider.
 
-    def give_tokens(engine: Engine, token_provider: Any) -> None:
+    def give_tokens(engine: Engine, token_provider: Any) -> None:  # type: ignore[misc]
         """There is no token provider that could be given."""
-        raise AssertionError(f"no token provider exists in this release: {token_provider}")
+        raise AssertionError(f"{engine.url!r}: no token provider exists in this release: {token_provider}")
 
-    def token_provider_of(config_value: Mapping[str, Any]) -> Any:
+    def token_provider_of(config_value: Mapping[str, Any]) -> Any:  # type: ignore[misc]
         """There is none."""
 
 
