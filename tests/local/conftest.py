@@ -4,6 +4,8 @@ import json
 import os
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -28,13 +30,20 @@ def ml() -> Iterator[ScriptedService]:
 
 @pytest.fixture(scope="session")
 def stack(server_url: str, ml: ScriptedService, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Webserver, daemon and code server, with the shipped settings of the instance."""
-    name = f"outbox_stack_{os.getpid()}"
+    """Launcher, webserver, daemon and code server, with the shipped settings of the instance."""
+    with started_stack(server_url, ml, tmp_path_factory.mktemp("home"), "outbox_stack") as running:
+        yield running
+
+
+@contextmanager
+def started_stack(server_url: str, ml: ScriptedService, home: Path, name: str) -> Iterator[Stack]:
+    """A stack on databases of its own; afterwards nothing of it is left."""
+    name = f"{name}_{os.getpid()}"
     with made_database(server_url, name) as url, made_database(server_url, f"{name}_dagster"):
         settings = load_settings(
             database_url=url,
             ml_target=ml.target,
-            home=tmp_path_factory.mktemp("home"),
+            home=home,
             poll_seconds=5,
             recovery_seconds=5,
             kinds="tests.local.stack_kinds:KINDS",
@@ -43,17 +52,19 @@ def stack(server_url: str, ml: ScriptedService, tmp_path_factory: pytest.TempPat
         with running_stack(settings, say=print, log=lambda _line: None, port=free_port()) as running:
             yield running
             children = psutil.Process().children(recursive=True)
-        _, alive = psutil.wait_procs(
-            [child for child in children if "dagster" in " ".join(_command(child))], timeout=10
-        )
+        ours = [child for child in children if any(name in _command(child) for name in _NAMES)]
+        _, alive = psutil.wait_procs(ours, timeout=10)
         assert alive == [], "processes were left behind"
 
 
-def _command(process: psutil.Process) -> list[str]:
+_NAMES = ("dagster", "outbox_pipelines.launch")
+
+
+def _command(process: psutil.Process) -> str:
     try:
-        return list(process.cmdline())
+        return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
-        return []
+        return ""
 
 
 @pytest.fixture
