@@ -7,18 +7,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import psutil
 import pytest
 import yaml
+from dagster._core.launcher import WorkerStatus
+from dagster._core.remote_origin import GrpcServerCodeLocationOrigin, RemoteJobOrigin, RemoteRepositoryOrigin
 from dagster._core.test_utils import create_run_for_test
 from dagster._core.workspace.context import WorkspaceProcessContext
 from dagster._core.workspace.load_target import GrpcServerTarget, PythonFileTarget, WorkspaceLoadTarget
 
 from outbox_pipelines.launch.folder import Folder
+from outbox_pipelines.launch.launcher import WarmRunLauncher
 from outbox_pipelines.launch.protocol import LauncherSilent, ask
 from tests.conftest import made_database
 
@@ -36,6 +40,19 @@ def wait_until(true: Callable[[], Any], what: str, *, seconds: float = PATIENCE)
             return found
         assert time.monotonic() < ends_at, f"not within {seconds} s: {what}"
         time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process ended; whether its parent has noticed is the parent's affair."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_until_gone(*pids: int) -> None:
+    """Wait until these processes ended."""
+    wait_until(lambda: all(is_gone(pid) for pid in pids), f"the processes {pids} end")
 
 
 class Home:
@@ -83,17 +100,24 @@ class Home:
     def folder(self) -> Folder:
         return Folder(self.path / "warm_runs")
 
-    def start_launcher(self, *arguments: str, **environment: str) -> "subprocess.Popen[bytes]":
-        """Start the launcher's process and wait until it answers."""
-        with self.log.open("ab") as log:
+    def spawn_launcher(self, *arguments: str, log: Path | None = None) -> "subprocess.Popen[bytes]":
+        """Start the launcher's process.
+
+        Args:
+            log: what its stderr goes to; ``self.log`` when not given.
+        """
+        with (log or self.log).open("ab") as stderr:
             process = subprocess.Popen(
                 [sys.executable, "-m", "outbox_pipelines.launch", "--instance", str(self.path), *arguments],
-                env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=stderr,
+                stderr=stderr,
             )
         self._launchers.append(process)
+        return process
+
+    def wait_for(self, process: "subprocess.Popen[bytes]") -> None:
+        """Wait until this launcher answers."""
 
         def answers() -> bool:
             assert process.poll() is None, self.log.read_text()[-3000:]
@@ -103,22 +127,34 @@ class Home:
                 return False
 
         wait_until(answers, "the launcher answers")
+
+    def start_launcher(self, *arguments: str, log: Path | None = None) -> "subprocess.Popen[bytes]":
+        """Start the launcher's process and wait until it answers."""
+        process = self.spawn_launcher(*arguments, log=log)
+        self.wait_for(process)
         return process
 
     def status(self) -> dict[str, Any]:
         """What the launcher says of itself."""
         return ask(self.folder.socket_path, {"ask": "status"})
 
+    def pid_of(self, run_id: str) -> int:
+        """The worker that is at this run, once there is one."""
+
+        def found() -> int:
+            return next((one.pid for one in self.folder.runs() if one.run_id == run_id), 0)
+
+        return int(wait_until(found, f"a worker has run {run_id}"))
+
     def stop(self) -> None:
         """End the launcher, and every worker that one left."""
         for process in self._launchers:
+            # Twice: the second time it has no patience with its runs.
             for _ in range(2):
                 if process.poll() is None:
-                    process.send_signal(signal.SIGINT)
-                    try:
-                        process.wait(10)
-                    except subprocess.TimeoutExpired:
-                        continue
+                    process.send_signal(signal.SIGTERM)
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(5)
             process.kill()
             process.wait()
         for holder in self.folder.runs():
@@ -140,25 +176,47 @@ class Runs:
         self.workspace = workspace
         self._name = name
 
+    @property
+    def launcher(self) -> WarmRunLauncher:
+        """The instance's."""
+        assert isinstance(self.instance.run_launcher, WarmRunLauncher)
+        return self.instance.run_launcher
+
     def create(
-        self, job_name: str, *, tags: Mapping[str, str] | None = None, op: Mapping[str, Any] | None = None
+        self,
+        job_name: str,
+        *,
+        tags: Mapping[str, str] | None = None,
+        op: Mapping[str, Any] | None = None,
+        origin: Mapping[str, Any] | None = None,
+        host: str | None = None,
     ) -> dg.DagsterRun:
         """A run that is ready to be launched.
 
         Args:
             op: the config of the job's op.
+            origin: what to say otherwise of where its code is.
+            host: the machine that its code server is on, other than the true one.
         """
         location = self.workspace.create_request_context().get_code_location(self._name)
         job = location.get_repository("__repository__").get_full_job(job_name)
         run_config = {"ops": {f"{job_name}_op": {"config": dict(op)}}} if op else {}
         plan = location.get_execution_plan(job, run_config, step_keys_to_execute=None, known_state=None)
+        code_origin, remote_origin = job.get_python_origin(), job.get_remote_origin()
+        if origin:
+            code_origin = code_origin._replace(repository_origin=code_origin.repository_origin._replace(**origin))
+        if host:
+            there = GrpcServerCodeLocationOrigin(host, 4000, location_name=self._name)
+            remote_origin = RemoteJobOrigin(
+                RemoteRepositoryOrigin(there, remote_origin.repository_origin.repository_name), job_name
+            )
         return create_run_for_test(
             self.instance,
             job_name=job_name,
             run_config=run_config,
             tags=dict(tags or {}),
-            remote_job_origin=job.get_remote_origin(),
-            job_code_origin=job.get_python_origin(),
+            remote_job_origin=remote_origin,
+            job_code_origin=code_origin,
             job_snapshot=job.job_snapshot,
             parent_job_snapshot=job.parent_job_snapshot,
             execution_plan_snapshot=plan.execution_plan_snapshot,
@@ -169,8 +227,31 @@ class Runs:
     ) -> str:
         """Create and launch a run; returns its id."""
         run = self.create(job_name, tags=tags, op=op)
-        self.instance.launch_run(run.run_id, self.workspace.create_request_context())
+        self.launch_created(run)
         return run.run_id
+
+    def launch_created(self, run: dg.DagsterRun) -> None:
+        """Launch a run as the daemon does."""
+        self.instance.launch_run(run.run_id, self.workspace.create_request_context())
+
+    def begin(self, job_name: str, folder: Path, *, tags: Mapping[str, str] | None = None, seconds: float = 0) -> str:
+        """Launch a run of a job that leaves a file, and wait until it is in the middle; returns its id."""
+        run_id = self.launch(job_name, tags=tags, op={"folder": str(folder), "seconds": seconds})
+        self.left(run_id, folder)
+        return run_id
+
+    def left(self, run_id: str, folder: Path) -> list[str]:
+        """The lines that the run's op left in ``folder``, once they are there."""
+        path = folder / run_id
+        wait_until(lambda: path.exists() or self.run(run_id).is_finished, f"the op of run {run_id} is at work")
+        assert path.exists(), self.messages(run_id)
+        return path.read_text().split("\n")
+
+    def is_worked_on(self, run_id: str) -> bool:
+        """What run monitoring is told of the run's worker."""
+        status = self.launcher.check_run_worker_health(self.run(run_id)).status
+        assert status in {WorkerStatus.RUNNING, WorkerStatus.FAILED}
+        return status is WorkerStatus.RUNNING
 
     def run(self, run_id: str) -> dg.DagsterRun:
         """The run as it is now."""
@@ -182,6 +263,10 @@ class Runs:
         """The run's status once it is finished."""
         wait_until(lambda: self.run(run_id).is_finished, f"run {run_id} ends", seconds=seconds)
         return self.run(run_id).status
+
+    def times(self, run_id: str, kind: dg.DagsterEventType) -> int:
+        """How often an event is in the run's log."""
+        return len(self.instance.all_logs(run_id, of_type=kind))
 
     def messages(self, run_id: str) -> str:
         """All that the run's log says, with its errors."""
@@ -231,13 +316,6 @@ def code_server() -> Iterator[WorkspaceLoadTarget]:
             process.wait(30)
 
 
-@pytest.fixture
-def storage_url(server_url: str) -> Iterator[str]:
-    """A database for Dagster's tables."""
-    with made_storage(server_url) as url:
-        yield url
-
-
 @contextmanager
 def made_storage(server_url: str) -> Iterator[str]:
     """A database for Dagster's tables, that exists inside the block."""
@@ -245,29 +323,54 @@ def made_storage(server_url: str) -> Iterator[str]:
         yield url.replace("postgresql+psycopg://", "postgresql://")
 
 
-@pytest.fixture
-def make_home(tmp_path: Path, storage_url: str) -> Iterator[Callable[..., Home]]:
-    """Makes the folder of an instance; its launcher is ended with the test."""
+@pytest.fixture(scope="session")
+def storage_url(server_url: str) -> Iterator[str]:
+    """A database with Dagster's tables, for all instances: runs have ids of their own."""
+    with made_storage(server_url) as url:
+        yield url
+
+
+MakeHome = Callable[..., Home]
+
+
+@contextmanager
+def making_homes(folder: Path, storage_url: str) -> Iterator[MakeHome]:
+    """A function that makes instances; their launchers end with the block."""
     made: list[Home] = []
 
-    def make(more: Mapping[str, Any] | None = None, **launcher: Any) -> Home:
-        home = Home(tmp_path / f"home{len(made)}", storage_url, launcher, more)
+    def make(more: Mapping[str, Any] | None = None, *, storage_url: str = storage_url, **launcher: Any) -> Home:
+        home = Home(folder / f"home{len(made)}", storage_url, launcher, more)
         made.append(home)
         return home
 
-    yield make
-    for home in made:
-        home.stop()
+    try:
+        yield make
+    finally:
+        for home in made:
+            home.stop()
+
+
+@pytest.fixture
+def make_home(tmp_path: Path, storage_url: str) -> Iterator[MakeHome]:
+    """Makes the folder of an instance; its launcher is ended with the test."""
+    with making_homes(tmp_path, storage_url) as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def make_shared_home(tmp_path_factory: pytest.TempPathFactory, storage_url: str) -> Iterator[MakeHome]:
+    """Makes the folder of an instance for the tests of a file."""
+    with making_homes(tmp_path_factory.mktemp("homes"), storage_url) as make:
+        yield make
 
 
 @pytest.fixture(scope="session")
-def runs(server_url: str, tmp_path_factory: pytest.TempPathFactory, code_server: WorkspaceLoadTarget) -> Iterator[Runs]:
+def runs(
+    storage_url: str, tmp_path_factory: pytest.TempPathFactory, code_server: WorkspaceLoadTarget
+) -> Iterator[Runs]:
     """A launcher with the default settings, shared by all tests that leave it as they found it."""
-    with made_storage(server_url) as url:
-        home = Home(tmp_path_factory.mktemp("shared") / "home", url, {})
+    with making_homes(tmp_path_factory.mktemp("shared"), storage_url) as make:
+        home = make()
         home.start_launcher()
-        try:
-            with opened(home, code_server) as ready:
-                yield ready
-        finally:
-            home.stop()
+        with opened(home, code_server) as ready:
+            yield ready

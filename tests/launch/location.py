@@ -45,6 +45,14 @@ def wait_op(context: dg.OpExecutionContext, config: Told) -> None:
 
 
 @dg.op(out=NOTHING)
+def gate_op(context: dg.OpExecutionContext, config: Told) -> None:
+    """Goes on until the test lets it through."""
+    _leave(config, context.run_id, str(os.getpid()))
+    while not (Path(config.folder) / "open").exists():
+        time.sleep(0.05)
+
+
+@dg.op(out=NOTHING)
 def stubborn_op(context: dg.OpExecutionContext, config: Told) -> None:
     """Cannot be interrupted."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -118,6 +126,7 @@ defs = dg.Definitions(
         for op in (
             say_op,
             wait_op,
+            gate_op,
             stubborn_op,
             fail_op,
             sys_exit_op,
