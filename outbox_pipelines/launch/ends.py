@@ -1,13 +1,16 @@
-"""What is written of a run whose process ended before the run did."""
+"""What is written of a run whose process ended before the run did, or that was canceled as it began or ended."""
 
 import logging
 import os
 import signal
 import time
 
-from dagster import DagsterInstance, DagsterRunStatus
+from dagster import DagsterEventType, DagsterInstance, DagsterRunStatus
 
 _logger = logging.getLogger(__name__)
+
+ENDS = frozenset({DagsterEventType.RUN_SUCCESS, DagsterEventType.RUN_FAILURE, DagsterEventType.RUN_CANCELED})
+"""Events with which a run ends."""
 
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 10.0
@@ -58,6 +61,34 @@ def settle_persistently(instance: DagsterInstance, run_id: str, why: str, *, beg
             _logger.warning("run %s: its end cannot be written yet (%s)", run_id, type(error).__name__)
         time.sleep(pause)
         pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
+
+
+def keep_canceling(instance: DagsterInstance, run_id: str) -> None:
+    """Say again that a run is being canceled, if it is: Dagster's event of its begin made it STARTED.
+
+    Dagster fails an interrupted run that is STARTED, as if nobody had asked for it.
+    """
+    if _has_event(instance, run_id, frozenset({DagsterEventType.RUN_CANCELING})):
+        run = instance.get_run_by_id(run_id)
+        if run is not None and run.status is DagsterRunStatus.STARTED:
+            instance.report_run_canceling(run, "The run was canceled as it began.")
+
+
+def end_canceling(instance: DagsterInstance, run_id: str) -> bool:
+    """Give a run its end that is CANCELING though it has ended: the request to cancel was written after its end.
+
+    Returns:
+        whether it was so.
+    """
+    run = instance.get_run_by_id(run_id)
+    if run is None or run.status is not DagsterRunStatus.CANCELING or not _has_event(instance, run_id, ENDS):
+        return False
+    instance.report_run_canceled(run, "The run ended as it was being canceled.")
+    return True
+
+
+def _has_event(instance: DagsterInstance, run_id: str, kinds: frozenset[DagsterEventType]) -> bool:
+    return bool(instance.event_log_storage.get_logs_for_run(run_id, of_type=set(kinds), limit=1))
 
 
 def describe_exit(pid: int, status: int | None, *, killed_after: float | None = None) -> str:

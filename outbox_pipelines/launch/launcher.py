@@ -11,6 +11,7 @@ from typing import Any
 
 from dagster import DagsterInstance, DagsterRun
 
+from outbox_pipelines.launch.ends import end_canceling
 from outbox_pipelines.launch.folder import Folder, NotPrivate
 from outbox_pipelines.launch.internals import (
     GRPC_INFO_TAG,
@@ -119,6 +120,8 @@ class WarmRunLauncher(RunLauncher, ConfigurableClass):
             return False
         if found == "waiting":
             self._instance.report_run_canceled(run, "The run was canceled before a worker had it.")
+        elif end_canceling(self._instance, run_id):
+            return True
         elif found == "nowhere":
             self._instance.report_engine_event(
                 "No process of this machine works on the run; run monitoring ends it.", run, cls=self.__class__

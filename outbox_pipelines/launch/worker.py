@@ -18,9 +18,10 @@ from typing import Any, NoReturn
 
 from dagster import DagsterEvent, DagsterEventType, DagsterInstance, DagsterRunStatus
 
-from outbox_pipelines.launch.ends import settle_persistently
+from outbox_pipelines.launch.ends import ENDS, keep_canceling, settle_persistently
 from outbox_pipelines.launch.folder import Folder
 from outbox_pipelines.launch.internals import (
+    GRPC_INFO_TAG,
     InstanceRef,
     capture_interrupts,
     deserialize_value,
@@ -30,7 +31,7 @@ from outbox_pipelines.launch.internals import (
 _logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
-_ENDS = frozenset({DagsterEventType.RUN_SUCCESS, DagsterEventType.RUN_FAILURE, DagsterEventType.RUN_CANCELED})
+_TO_DO = frozenset({DagsterRunStatus.NOT_STARTED, DagsterRunStatus.STARTING, DagsterRunStatus.CANCELING})
 
 _held: list[int] = []
 """Descriptors that must end with this process: the run's lock, and the line to the launcher."""
@@ -190,27 +191,42 @@ def _execute(instance: DagsterInstance, request: Mapping[str, Any]) -> None:
         nonlocal began, ended
         if event.event_type is DagsterEventType.RUN_START:
             began = True
-        ended = ended or event.event_type in _ENDS
+            keep_canceling(instance, run_id)
+        elif not began and event.event_type is DagsterEventType.ENGINE_EVENT and _is_canceling(instance, run_id):
+            # Since our look at it. Dagster takes that for a worker that starts again, and is about to fail the run.
+            raise _CanceledBefore
+        ended = ended or event.event_type in ENDS
 
     if request.get("cwd"):
         with contextlib.suppress(OSError):
             os.chdir(request["cwd"])
+    problem = ""
     with capture_interrupts():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
-            why = "it stopped without an end"
             run = instance.get_run_by_id(run_id)
-            if run is not None and run.status is DagsterRunStatus.CANCELING:
-                why = "it had not begun"
-            elif run is not None:
+            if run is None or GRPC_INFO_TAG in run.tags or run.status not in _TO_DO:
+                # Deleted, done, or at work elsewhere: Dagster's own launcher has those with this tag.
+                return
+            if run.status is not DagsterRunStatus.CANCELING:
                 execute_run(run_id, instance, watch, set_exit_code_on_failure=False)
         except Exception as error:  # told in the run, whatever it is
             _logger.exception("run %s", run_id)
-            why = f"it ended with {type(error).__name__} outside of the run's steps"
+            problem = f"it ended with {type(error).__name__} outside of the run's steps"
         finally:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     if not ended:
+        why = problem or ("it stopped without an end" if began else "it had not begun")
         settle_persistently(instance, run_id, why, begun_here=began)
+
+
+class _CanceledBefore(Exception):
+    """The run is not to begin."""
+
+
+def _is_canceling(instance: DagsterInstance, run_id: str) -> bool:
+    run = instance.get_run_by_id(run_id)
+    return run is not None and run.status is DagsterRunStatus.CANCELING
 
 
 def _tell(control: socket.socket, **message: str) -> None:
