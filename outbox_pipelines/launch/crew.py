@@ -236,7 +236,7 @@ class Crew:
         *lines, worker.unread = worker.unread.split(b"\n")
         for line in lines:
             if json.loads(line)["done"] == worker.run_id:
-                worker.request, worker.kill_at, worker.since = None, None, time.monotonic()
+                worker.request, worker.since = None, time.monotonic()
                 if worker.runs >= self._options.runs_per_process or worker.asked_to_stop:
                     # A late signal for this run must not hit another.
                     self.retire(worker)
@@ -262,7 +262,7 @@ class Crew:
     # Stopping
 
     def ask_to_stop(self, worker: Worker) -> None:
-        """Interrupt a worker's run; it is killed when it goes on for ``kill_grace_seconds``."""
+        """Interrupt a worker's run; the process is killed when it goes on for ``kill_grace_seconds``."""
         # It is not reaped yet, so the number is its own.
         worker.asked_to_stop = True
         if worker.kill_at is None and not worker.killed:
@@ -270,8 +270,8 @@ class Crew:
         os.kill(worker.pid, signal.SIGINT)
 
     def stop(self) -> None:
-        """Interrupt all runs."""
-        for worker in self.busy():
+        """Interrupt all runs, and let no worker outlast the grace: a thread may go on though its run is over."""
+        for worker in self._workers.values():
             self.ask_to_stop(worker)
 
     def kill(self) -> None:
