@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -97,6 +98,13 @@ def child_op(context: dg.OpExecutionContext, config: Told) -> None:
 
 
 @dg.op(out=NOTHING)
+def thread_op(context: dg.OpExecutionContext, config: Told) -> None:
+    """Leaves a thread behind that never ends."""
+    threading.Thread(target=threading.Event().wait).start()
+    _leave(config, context.run_id)
+
+
+@dg.op(out=NOTHING)
 def loud_op() -> None:
     """Prints 100 MB."""
     line = "x" * 1023
@@ -133,6 +141,7 @@ defs = dg.Definitions(
             os_exit_op,
             crash_op,
             child_op,
+            thread_op,
             loud_op,
             greedy_op,
         )
