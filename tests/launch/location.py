@@ -39,6 +39,13 @@ def say_op(context: dg.OpExecutionContext, config: Told) -> None:
 
 
 @dg.op(out=NOTHING)
+def move_op() -> None:
+    """Leaves the process elsewhere, and with less in its environment."""
+    os.chdir("/")
+    del os.environ["PATH"]
+
+
+@dg.op(out=NOTHING)
 def wait_op(context: dg.OpExecutionContext, config: Told) -> None:
     """Goes on until it is interrupted, or for some seconds."""
     _leave(config, context.run_id, str(os.getpid()))
@@ -48,6 +55,14 @@ def wait_op(context: dg.OpExecutionContext, config: Told) -> None:
 @dg.op(out=NOTHING)
 def gate_op(context: dg.OpExecutionContext, config: Told) -> None:
     """Goes on until the test lets it through."""
+    _leave(config, context.run_id, str(os.getpid()))
+    while not (Path(config.folder) / "open").exists():
+        time.sleep(0.05)
+
+
+@dg.op(out=NOTHING)
+def many_op(context: dg.OpExecutionContext, config: Told) -> None:
+    """Does as ``gate_op``, in a job with a process for each step."""
     _leave(config, context.run_id, str(os.getpid()))
     while not (Path(config.folder) / "open").exists():
         time.sleep(0.05)
@@ -128,22 +143,32 @@ def _job(op: dg.OpDefinition) -> dg.JobDefinition:
     return made
 
 
+@dg.job(executor_def=dg.multiprocess_executor)
+def many() -> None:
+    """A process for each step, as Dagster has it by default."""
+    many_op()
+
+
 defs = dg.Definitions(
     jobs=[
-        _job(op)
-        for op in (
-            say_op,
-            wait_op,
-            gate_op,
-            stubborn_op,
-            fail_op,
-            sys_exit_op,
-            os_exit_op,
-            crash_op,
-            child_op,
-            thread_op,
-            loud_op,
-            greedy_op,
-        )
+        many,
+        *(
+            _job(op)
+            for op in (
+                say_op,
+                move_op,
+                wait_op,
+                gate_op,
+                stubborn_op,
+                fail_op,
+                sys_exit_op,
+                os_exit_op,
+                crash_op,
+                child_op,
+                thread_op,
+                loud_op,
+                greedy_op,
+            )
+        ),
     ]
 )
