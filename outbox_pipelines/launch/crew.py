@@ -7,6 +7,7 @@ import selectors
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -22,6 +23,9 @@ _logger = logging.getLogger(__name__)
 
 MASKED = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD})
 """Signals that are held back around a fork: the child is not ready for them."""
+
+RETRY_SECONDS = 1.0
+"""Between two tries to do something for which the machine had no room."""
 
 _STARTING_SECONDS = 2.0
 """How long a run counts as starting when it does not end before; see ``max_starting``."""
@@ -82,14 +86,17 @@ class Crew:
         self._let_go_of_the_rest = let_go
         self._workers: dict[int, Worker] = {}
         self._undertakers: set[int] = set()
+        self._to_settle: deque[tuple[str, str, str]] = deque()
+        """Runs whose end nobody writes yet, each with its instance's reference and how its process ended."""
+        self._settle_at = 0.0
         self.started = 0
         """Runs given to workers so far."""
 
     # Who there is
 
     def is_empty(self) -> bool:
-        """Whether no child is left."""
-        return not (self._workers or self._undertakers)
+        """Whether no child is left, and nothing for one to do."""
+        return not (self._workers or self._undertakers or self._to_settle)
 
     def busy(self) -> list[Worker]:
         """The workers that are at a run."""
@@ -114,6 +121,7 @@ class Crew:
         """When something is to be done though no child says or does anything, on the monotonic clock."""
         times = [worker.kill_at for worker in self._workers.values() if worker.kill_at is not None]
         times += [worker.since + self._options.idle_worker_seconds for worker in self.idle()]
+        times += [self._settle_at] if self._to_settle else []
         return min(times, default=None)
 
     def has_place(self) -> float | None:
@@ -165,25 +173,28 @@ class Crew:
         run_lock = self._folder.hold_run(str(request["run_id"]))
         if run_lock is None:
             return False
-        ours, theirs = socket.socketpair()
         reuses = request["mode"] == Mode.REUSE
         limits = Limits(
             self._options.runs_per_process if reuses else 1,
             self._options.max_memory_mb * 1024 * 1024,
             self._options.discard_output,
         )
-
-        def execute() -> NoReturn:
-            ours.close()
-            work(theirs, self._folder, run_lock, request, limits, self._instances)
-
         try:
-            pid = self._fork(execute)
-        except BaseException:
-            ours.close()
-            raise
+            ours, theirs = socket.socketpair()
+
+            def execute() -> NoReturn:
+                ours.close()
+                work(theirs, self._folder, run_lock, request, limits, self._instances)
+
+            try:
+                pid = self._fork(execute)
+            except BaseException:
+                ours.close()
+                raise
+            finally:
+                theirs.close()
         finally:
-            theirs.close()
+            # The child's now, or nobody's: held here, the run would look as if it went on.
             os.close(run_lock)
         ours.setblocking(False)
         worker = Worker(pid, str(request["key"]) if reuses else "", ours, request, time.monotonic())
@@ -319,15 +330,29 @@ class Crew:
     def undertake(self, run_id: str, instance_ref: str, why: str) -> None:
         """Have a dead worker's run given its end by a process of its own: the storage may be slow, or away."""
         _logger.warning("run %s: %s", run_id, why)
+        self._to_settle.append((run_id, instance_ref, why))
+        self.start_undertakers()
 
-        def write() -> NoReturn:
-            os.setsid()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, MASKED)
-            settle_persistently(open_instance(instance_ref, self._instances), run_id, why)
-            os._exit(0)
+    def start_undertakers(self) -> None:
+        """Start those that are due; the machine may have had no room for one before."""
+        while self._to_settle and time.monotonic() >= self._settle_at:
+            run_id, instance_ref, why = self._to_settle[0]
 
-        self._folder.forget_run(run_id)
-        self._undertakers.add(self._fork(write))
+            def write(run_id: str = run_id, instance_ref: str = instance_ref, why: str = why) -> NoReturn:
+                os.setsid()
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, MASKED)
+                settle_persistently(open_instance(instance_ref, self._instances), run_id, why)
+                os._exit(0)
+
+            try:
+                self._undertakers.add(self._fork(write))
+                # Not before: a successor finds by it what was not done here.
+                self._folder.forget_run(run_id)
+            except OSError as error:
+                _logger.warning("run %s: its end cannot be written yet: %s", run_id, error.strerror)
+                self._settle_at = time.monotonic() + RETRY_SECONDS
+                return
+            self._to_settle.popleft()
 
     def close(self) -> None:
         """Hang up on the workers that are left."""

@@ -28,7 +28,7 @@ from typing import Any
 from dagster import DagsterInstance
 
 from outbox_pipelines.errors import OutboxError
-from outbox_pipelines.launch.crew import Crew
+from outbox_pipelines.launch.crew import RETRY_SECONDS, Crew
 from outbox_pipelines.launch.ends import describe_exit
 from outbox_pipelines.launch.folder import Folder
 from outbox_pipelines.launch.front import Front
@@ -36,9 +36,6 @@ from outbox_pipelines.launch.options import Options
 from outbox_pipelines.launch.orphans import Orphans
 
 _logger = logging.getLogger(__name__)
-
-_RETRY_SECONDS = 1.0
-"""Between two tries to start a run for which the machine had no room."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -111,6 +108,7 @@ class Zygote:
                 for key, _events in self._selector.select(self._seconds_to_wait()):
                     key.data()
                 self._crew.reap()
+                self._crew.start_undertakers()
                 self._look_after_orphans()
                 self._crew.kill_overdue()
                 self._crew.retire_idle()
@@ -271,15 +269,17 @@ class Zygote:
                     self._orphans.add(first.request["run_id"])
             except OSError as error:
                 _logger.warning("run %s cannot be started yet: %s", first.request["run_id"], error.strerror)
-                self._retry_at = time.monotonic() + _RETRY_SECONDS
+                self._retry_at = time.monotonic() + RETRY_SECONDS
                 return
             self._waiting.popleft()
             first.path.unlink(missing_ok=True)
 
     def _look_after_orphans(self) -> None:
-        for run_id, pid, killed in self._orphans.ended():
-            why = describe_exit(pid, None, killed_after=self._options.kill_grace_seconds if killed else None)
-            self._crew.undertake(run_id, self._instance_ref, why)
+        # Descriptors may be used up just now: it looks again soon.
+        with contextlib.suppress(OSError):
+            for run_id, pid, killed in self._orphans.ended():
+                why = describe_exit(pid, None, killed_after=self._options.kill_grace_seconds if killed else None)
+                self._crew.undertake(run_id, self._instance_ref, why)
 
 
 def preload(modules: tuple[str, ...]) -> None:
