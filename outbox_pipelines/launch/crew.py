@@ -346,13 +346,13 @@ class Crew:
 
             try:
                 self._undertakers.add(self._fork(write))
-                # Not before: a successor finds by it what was not done here.
-                self._folder.forget_run(run_id)
             except OSError as error:
                 _logger.warning("run %s: its end cannot be written yet: %s", run_id, error.strerror)
                 self._settle_at = time.monotonic() + RETRY_SECONDS
                 return
             self._to_settle.popleft()
+            # Not before: a successor finds by it what was not done here.
+            self._folder.forget_run(run_id)
 
     def close(self) -> None:
         """Hang up on the workers that are left."""
