@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Connection, Row, text
+from sqlalchemy import Connection, text
 
 from outbox_pipelines.database.error_text import error_text
 from outbox_pipelines.jobs.message import (
@@ -43,6 +43,8 @@ from outbox_pipelines.lease.lease import claim as claim_lease
 EXPIRED_AT_ONCE = 1_000
 """Lost leases that one statement recovers."""
 
+_CARES = tuple(Care)
+
 # What every claim does besides taking the lease. The same token again is the same claim, repeated
 # because its first outcome was unknown: it counts once.
 _CLAIMED = """
@@ -52,8 +54,7 @@ _CLAIMED = """
     claimed_at = CASE WHEN lease_token = :token THEN claimed_at ELSE clock_timestamp() END
 """
 _CLAIM = """
-    {table}.message_id, {table}.kind, {table}.job_id, {table}.payload::text AS payload, {table}.processing_attempts,
-    {table}.claims,
+    {table}.message_id, {table}.job_id, {table}.payload::text AS payload, {table}.processing_attempts, {table}.claims,
     greatest(0, extract(epoch FROM {table}.claimed_at - {table}.available_at))::float8 AS waited
 """
 
@@ -86,7 +87,7 @@ def claim_message(
     if isinstance(taken, Refused):
         return _why_not(connection, message_id, kind, taken)
     lease, row = taken
-    return _claimed(row, lease)
+    return _claimed(row, kind, lease)
 
 
 def _why_not(connection: Connection, message_id: int, kind: str, refused: Refused) -> NotClaimed:
@@ -143,7 +144,7 @@ def claim_due(
         seconds: how long the lease lasts.
         token: of this claim.
     """
-    rows = connection.execute(
+    claimed = connection.execute(
         text(f"""
             WITH due AS MATERIALIZED (
                 SELECT message_id, priority, available_at, care
@@ -163,13 +164,16 @@ def claim_due(
                 SELECT *, row_number() OVER (PARTITION BY care > 0 ORDER BY priority DESC, available_at, message_id)
                           AS careful_place
                 FROM first WHERE care < 2 OR place = 1
+            ), claimed AS (
+                UPDATE outbox.messages AS message
+                SET lease_token = :token, lease_holder = :holder,
+                    lease_expires_at = clock_timestamp() + make_interval(secs => :seconds), {_CLAIMED}
+                FROM ranked
+                WHERE message.message_id = ranked.message_id AND (care = 0 OR careful_place <= :ready)
+                RETURNING {_CLAIM.format(table="message")}, care, message.priority, message.available_at
             )
-            UPDATE outbox.messages AS message
-            SET lease_token = :token, lease_holder = :holder,
-                lease_expires_at = clock_timestamp() + make_interval(secs => :seconds), {_CLAIMED}
-            FROM ranked
-            WHERE message.message_id = ranked.message_id AND (care = 0 OR careful_place <= :ready)
-            RETURNING {_CLAIM.format(table="message")}, message.priority, message.available_at, care
+            SELECT message_id, job_id, payload, processing_attempts, claims, waited, care FROM claimed
+            ORDER BY care DESC, priority DESC, available_at, message_id
         """),
         {
             "kind": kind,
@@ -182,9 +186,8 @@ def claim_due(
             "holder": holder,
             "seconds": seconds,
         },
-    ).all()
-    ordered = sorted(rows, key=lambda row: (-row.care, -row.priority, row.available_at, row.message_id))
-    return [_claimed(row, _lease(row, token, seconds), Care(row.care)) for row in ordered]
+    )
+    return [_claimed(row, kind, _lease(row, token, seconds), _CARES[care]) for *row, care in claimed]
 
 
 def claimed_under(connection: Connection, kind: str, *, token: UUID, seconds: float) -> list[Claimed]:
@@ -197,16 +200,18 @@ def claimed_under(connection: Connection, kind: str, *, token: UUID, seconds: fl
         {"kind": kind, "token": token},
     )
     # What care each needs is not known any more: the greater does no harm.
-    return [_claimed(row, _lease(row, token, seconds), Care.AT_ONCE) for row in rows]
+    return [_claimed(row, kind, _lease(row, token, seconds), Care.AT_ONCE) for row in rows]
 
 
-def _lease(row: Row[Any], token: UUID, seconds: float) -> Lease:
+def _lease(row: Sequence[Any], token: UUID, seconds: float) -> Lease:
     # Those of several kinds are renewed together, and the driver refuses a list of 60 and 120.0.
-    return Lease(MESSAGES, row.message_id, token, float(seconds))
+    return Lease(MESSAGES, row[0], token, float(seconds))
 
 
-def _claimed(row: Row[Any], lease: Lease, care: Care = Care.NONE) -> Claimed:
-    return Claimed(lease, row.kind, row.job_id, row.payload, row.processing_attempts, row.claims, row.waited, care)
+def _claimed(row: Sequence[Any], kind: str, lease: Lease, care: Care = Care.NONE) -> Claimed:
+    # By place, not by name, which costs a worker more than all else that it does with the row.
+    _, job_id, payload, attempt, claim, waited = row
+    return Claimed(lease, kind, job_id, payload, attempt, claim, waited, care)
 
 
 def settle(connection: Connection, settlements: Sequence[Settlement], *, holder: str) -> set[int]:
