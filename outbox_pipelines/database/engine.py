@@ -1,10 +1,15 @@
 """Engines and their pools: the only place that opens connections for this package."""
 
+import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psycopg
 from sqlalchemy import Connection, Engine, create_engine, event, exc
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from outbox_pipelines.database.error_text import first_line
 from outbox_pipelines.database.url import engine_url
@@ -18,7 +23,9 @@ class DatabaseUnreachable(OutboxError):
     """No connection could be made."""
 
 
-def open_engine(settings: Settings, url: str, *, application_name: str, pool_size: int | None = None) -> Engine:
+def open_engine(
+    settings: Settings, url: str, *, application_name: str, pool_size: int | None = None, trusted_seconds: float = 0.0
+) -> Engine:
     """A pooled engine for ``url``; nothing is connected yet.
 
     Time-outs are start-up options of the connection. Behind a pooler in transaction mode
@@ -30,6 +37,8 @@ def open_engine(settings: Settings, url: str, *, application_name: str, pool_siz
         url: any PostgreSQL URL; the driver is set to psycopg 3.
         application_name: shown in ``pg_stat_activity``.
         pool_size: connections at most; the setting's value when not given.
+        trusted_seconds: a connection that was in use so shortly ago is not tried out with a query of its own
+            before it is used again. Whoever trusts one must get over its being dead.
     """
     options = (
         f"-c statement_timeout={int(settings.statement_timeout * 1000)} "
@@ -56,16 +65,35 @@ def open_engine(settings: Settings, url: str, *, application_name: str, pool_siz
         connect_args=connect_args,
         pool_size=pool_size or settings.pool_size,
         max_overflow=0,
-        pool_pre_ping=True,
+        pool_pre_ping=not trusted_seconds,
         pool_timeout=settings.connect_timeout,
         # psycopg asks the server for hstore's OID on each new connection otherwise.
         use_native_hstore=False,
         # Parameters hold payloads, and errors end up in logs.
         hide_parameters=True,
     )
+    if trusted_seconds:
+        _try_out_rested(engine, trusted_seconds)
     if behind_pooler:
         _set_timeouts_per_transaction(engine, settings)
     return engine
+
+
+def _try_out_rested(engine: Engine, trusted_seconds: float) -> None:
+    @event.listens_for(engine, "checkin")
+    def note(_connection: object, record: ConnectionPoolEntry) -> None:
+        record.info["used_at"] = time.monotonic()
+
+    @event.listens_for(engine, "checkout")
+    def try_out(connection: DBAPIConnection, record: ConnectionPoolEntry, _proxy: object) -> None:
+        # A new one has no such note.
+        if time.monotonic() - record.info.get("used_at", math.inf) <= trusted_seconds:
+            return
+        try:
+            engine.dialect.do_ping(connection)
+        except psycopg.Error as error:
+            # The pool makes another.
+            raise exc.InvalidatePoolError from error
 
 
 def _set_timeouts_per_transaction(engine: Engine, settings: Settings) -> None:

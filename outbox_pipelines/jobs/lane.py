@@ -15,7 +15,7 @@ from outbox_pipelines.jobs.execution import Ended, Execution, Stop
 from outbox_pipelines.jobs.keeper import LeaseKeeper
 from outbox_pipelines.jobs.kinds import JobKind
 from outbox_pipelines.jobs.message import AttemptOutcome, Care, Claimed, Settlement
-from outbox_pipelines.jobs.runner import is_locked, settle_with_domain
+from outbox_pipelines.jobs.runner import closes_domain_job, is_locked, settle_with_domain
 from outbox_pipelines.jobs.transport import Served
 from outbox_pipelines.lease.lease import Lease
 
@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
 
-_SETTLERS = 2
+SETTLERS = 2
 """Threads that write ends: while one waits for its commit, the other writes the next."""
 
 
@@ -40,7 +40,9 @@ class Lane:
         consumers: threads that call handlers.
         prefetch: messages claimed ahead of the consumers.
         poll_seconds: between two looks when nothing was due and nobody woke us.
-        engine: for claiming, settling, and what a handler's attempt needs besides; nobody else's.
+        engine: for claiming and settling; nobody else's.
+        statements: the same, for transactions that are one statement each.
+        attempts_engine: for what a handler's attempt needs besides.
         handlers_engine: for the handlers' own sessions.
         keeper: of this process.
         holder: of this process.
@@ -54,6 +56,8 @@ class Lane:
         prefetch: int,
         poll_seconds: float,
         engine: Engine,
+        statements: Engine,
+        attempts_engine: Engine,
         handlers_engine: Engine,
         keeper: LeaseKeeper,
         holder: str,
@@ -63,6 +67,8 @@ class Lane:
         self._prefetch = prefetch
         self._poll_seconds = poll_seconds
         self._engine = engine
+        self._statements = statements
+        self._attempts_engine = attempts_engine
         self._handlers_engine = handlers_engine
         self._keeper = keeper
         self._holder = holder
@@ -86,7 +92,7 @@ class Lane:
         self._claimer = threading.Thread(target=self._claim_until_stopped, name=f"claim-{kind.name}", daemon=True)
         self._settlers = [
             threading.Thread(target=self._settle_until_done, name=f"settle-{kind.name}", daemon=True)
-            for _ in range(_SETTLERS)
+            for _ in range(SETTLERS)
         ]
 
     def start(self) -> None:
@@ -165,7 +171,7 @@ class Lane:
                 execution = Execution(
                     self.kind,
                     claimed,
-                    engine=self._engine,
+                    engine=self._attempts_engine,
                     handlers_engine=self._handlers_engine,
                     keeper=self._keeper,
                     holder=self._holder,
@@ -245,7 +251,7 @@ class Lane:
             )
         asked_at = time.monotonic()
         taken: list[Claimed] = []
-        with self._engine.begin() as connection:
+        with self._statements.begin() as connection:
             if self._unsure is not None:
                 taken = outbox.claimed_under(connection, kind.name, token=self._unsure, seconds=kind.lease)
             if not taken and limit > 0 and not self._stopping:
@@ -330,12 +336,13 @@ class Lane:
         return again
 
     def _settle(self, ended: Sequence[Ended]) -> None:
-        """Write how these ended, in one transaction."""
+        """Write how these ended: all, or none."""
         settlements = [one.settlement for one in ended if one.settlement is not None]
         missing: list[Claimed] = []
         known: dict[int, AttemptOutcome] = {}
         if settlements:
-            with self._engine.begin() as connection:
+            alone = not any(closes_domain_job(self.kind, one) for one in settlements)
+            with (self._statements if alone else self._engine).begin() as connection:
                 done = settle_with_domain(connection, self.kind, settlements, holder=self._holder)
                 missing = [one.claimed for one in settlements if one.claimed.message_id not in done]
                 known = outbox.ended_as(connection, missing) if missing else {}

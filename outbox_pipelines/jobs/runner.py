@@ -273,13 +273,21 @@ def settle_with_domain(
     done = settle(connection, settlements, holder=holder)
     for one in settlements:
         claimed = one.claimed
-        if claimed.message_id in done and kind.domain is not None and claimed.job_id is not None:
+        if closes_domain_job(kind, one) and claimed.message_id in done:
+            assert claimed.job_id is not None
             if one.outcome is AttemptOutcome.GIVEN_UP:
                 told = one.told or one.error
                 close_domain_job(connection, kind, claimed.message_id, claimed.job_id, Outcome.FAILED, told)
-            elif one.outcome is AttemptOutcome.CANCELLED:
+            else:
                 close_domain_job(connection, kind, claimed.message_id, claimed.job_id, Outcome.CANCELLED, one.error)
     return done
+
+
+def closes_domain_job(kind: JobKind, ends: Settlement) -> bool:
+    """Whether a domain job is closed with the message: a second statement in the transaction that settles it."""
+    if kind.domain is None or ends.claimed.job_id is None:
+        return False
+    return ends.outcome is AttemptOutcome.GIVEN_UP or ends.outcome is AttemptOutcome.CANCELLED
 
 
 def is_locked(error: Exception) -> bool:

@@ -15,10 +15,10 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from outbox_pipelines.database.database import Database
-from outbox_pipelines.database.engine import open_engine
+from outbox_pipelines.database.engine import for_single_statements, open_engine
 from outbox_pipelines.jobs.keeper import LeaseKeeper
 from outbox_pipelines.jobs.kinds import JobKind, Kinds
-from outbox_pipelines.jobs.lane import Lane
+from outbox_pipelines.jobs.lane import SETTLERS, Lane
 from outbox_pipelines.jobs.recovery import Recovered, forget_server, note_served, recover, recover_orphans
 from outbox_pipelines.jobs.transport import Served
 from outbox_pipelines.settings import Pooler, Settings
@@ -31,6 +31,7 @@ CHANNEL = "outbox_jobs"
 _WATCH_SECONDS = 0.2
 _NOTE_SECONDS = 10.0
 _LISTEN_PAUSE_SECONDS = 2.0
+_TRUSTED_SECONDS = 1.0
 _JOIN_SECONDS = 3.0
 _STOP_SECONDS = 10.0
 """How long settling what ended may take after the grace period, before it is left to the leases."""
@@ -59,26 +60,33 @@ class Worker:
         self._engine = open_engine(settings, url, application_name="outbox worker", pool_size=5)
         self._lane_engines: list[Engine] = []
 
-        def engine_of(kind: JobKind, what: str, pool_size: int) -> Engine:
-            name = f"outbox worker: {kind.name}{what}"
-            self._lane_engines.append(open_engine(settings, url, application_name=name[:63], pool_size=pool_size))
-            return self._lane_engines[-1]
+        def engine_of(kind: JobKind, what: str, pool_size: int, trusted_seconds: float = 0.0) -> Engine:
+            name = f"outbox worker: {kind.name}{what}"[:63]
+            opened = open_engine(
+                settings, url, application_name=name, pool_size=pool_size, trusted_seconds=trusted_seconds
+            )
+            self._lane_engines.append(opened)
+            return opened
 
-        self._keeper = LeaseKeeper(self._engine, url=url, settings=settings)
-        self._lanes = {
-            kind.name: Lane(
+        def lane(kind: JobKind) -> Lane:
+            # For the claimer and the settlers, which try again what failed.
+            own = engine_of(kind, "", 1 + SETTLERS, _TRUSTED_SECONDS)
+            return Lane(
                 kind,
                 consumers=threads[kind.name],
                 prefetch=settings.worker_prefetch,
                 poll_seconds=settings.worker_poll_seconds,
-                # For the claimer, the settlers, and a step of progress for each consumer.
-                engine=engine_of(kind, "", 4 + threads[kind.name]),
+                engine=own,
+                statements=for_single_statements(own, settings),
+                # A step of progress for each consumer.
+                attempts_engine=engine_of(kind, ", attempts", 1 + threads[kind.name]),
                 handlers_engine=engine_of(kind, ", handlers", 2 * threads[kind.name] + 1),
                 keeper=self._keeper,
                 holder=self.name,
             )
-            for kind in kinds.values()
-        }
+
+        self._keeper = LeaseKeeper(self._engine, url=url, settings=settings)
+        self._lanes = {kind.name: lane(kind) for kind in kinds.values()}
         self._orphans_recovered = False
         self._stopping = threading.Event()
         self._listening = settings.database_pooler is not Pooler.TRANSACTION

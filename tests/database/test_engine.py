@@ -1,9 +1,11 @@
 """Engines: the time-outs are in force, and a server that is away is told in words."""
 
 import socket
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, text
@@ -23,9 +25,9 @@ TIMEOUTS = {"statement_timeout": 7, "lock_timeout": 1.5}
 
 
 @contextmanager
-def opened(settings: Settings, url: str, *, pool_size: int | None = None) -> Iterator[Engine]:
+def opened(settings: Settings, url: str, **how: Any) -> Iterator[Engine]:
     """An engine for the length of a block."""
-    engine = open_engine(settings, url, application_name="the tests' own", pool_size=pool_size)
+    engine = open_engine(settings, url, application_name="the tests' own", **how)
     try:
         yield engine
     finally:
@@ -72,6 +74,37 @@ def test_behind_a_pooler_each_transaction_sets_its_own_timeouts_and_leaves_none_
             assert in_force(connection) == ("7s", "1500ms", "the tests' own")
             end()
             assert in_the_session(connection) == defaults
+
+
+def ended_in_the_pool(engine: Engine, of_the_server: Engine) -> None:
+    """Use a connection, give it back, and have the server end it."""
+    with engine.connect() as connection:
+        pid = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
+    with of_the_server.connect() as connection:
+        assert connection.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": pid}).scalar_one()
+
+
+@pytest.mark.parametrize("trusted_seconds", [0.0, 0.001])
+def test_a_connection_that_ended_in_the_pool_is_replaced(
+    settings: Settings, engine: Engine, database_url: str, trusted_seconds: float
+) -> None:
+    with opened(settings, database_url, pool_size=1, trusted_seconds=trusted_seconds) as own:
+        for _ in range(3):
+            ended_in_the_pool(own, engine)
+            time.sleep(2 * trusted_seconds)
+            with own.connect() as connection:
+                assert connection.exec_driver_sql("SELECT 1").scalar_one() == 1
+
+
+def test_one_that_is_trusted_is_found_dead_when_it_is_used_and_then_replaced(
+    settings: Settings, engine: Engine, database_url: str
+) -> None:
+    with opened(settings, database_url, pool_size=1, trusted_seconds=60.0) as own:
+        ended_in_the_pool(own, engine)
+        with pytest.raises(OperationalError), own.connect() as connection:
+            connection.exec_driver_sql("SELECT 1")
+        with own.connect() as connection:
+            assert connection.exec_driver_sql("SELECT 1").scalar_one() == 1
 
 
 @pytest.mark.parametrize("pooler", Pooler)
