@@ -57,6 +57,8 @@ class JobContext:
         """Whether :meth:`complete_in` was called; only the ledger knows whether it was committed."""
         self.heeded = False
         """Whether the handler has been told that it is cancelled."""
+        self.progressed_at = float("-inf")
+        """When the handler last told of progress (monotonic)."""
         self._engine = engine
         self._handlers_engine = handlers_engine or engine
         self._domain = domain
@@ -66,7 +68,7 @@ class JobContext:
         # Made when a handler waits, which few do: making one costs more than the rest of this object.
         self._awaited: threading.Event | None = None
         self._noted: tuple[str, float | None] | None = None
-        self._noted_at = float("-inf")
+        self._noted_at = self.progressed_at
 
     @property
     def message_id(self) -> int:
@@ -145,6 +147,7 @@ class JobContext:
             self.cancel()
             self.heeded = True
             raise lost(self.claimed.lease)
+        self.progressed_at = time.monotonic()
         self._on_progress(*told)
 
     def _note_step(self, step: str) -> None:

@@ -117,7 +117,7 @@ class Execution:
             handlers_engine=handlers_engine,
             domain=kind.domain,
             holder=holder,
-            on_progress=self._note(on_progress),
+            on_progress=on_progress,
         )
         self._lock = threading.Lock()
         self._thread: int | None = None
@@ -127,12 +127,17 @@ class Execution:
         self._ended = False
         self._began_at = time.monotonic()
         self._looked_at = self._began_at
-        self.progressed_at = self._began_at
+
+    @property
+    def progressed_at(self) -> float:
         """When the handler began or last told of progress (monotonic)."""
+        # Kept there, since a context that knew its execution would make a circle, which only the garbage collector
+        # takes apart: for each job.
+        return max(self._began_at, self._context.progressed_at)
 
     def run(self) -> Ended | None:
         """Call the handler; none when nobody waits for its end any more (see :meth:`abandon`)."""
-        self._began_at = self._looked_at = self.progressed_at = time.monotonic()
+        self._began_at = self._looked_at = time.monotonic()
         try:
             early = self._without_handler()
             ended = early if early is not None else self._with_handler()
@@ -182,13 +187,6 @@ class Execution:
         with self._lock:
             first, self._ended = not self._ended, True
             return first
-
-    def _note(self, on_progress: Callable[[str, float | None], None]) -> Callable[[str, float | None], None]:
-        def note(step: str, fraction: float | None) -> None:
-            self.progressed_at = time.monotonic()
-            on_progress(step, fraction)
-
-        return note
 
     # The handler
 

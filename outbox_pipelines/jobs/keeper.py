@@ -144,12 +144,13 @@ class LeaseKeeper:
         """
         sure_for = lease.seconds if known_for is None else min(known_for, lease.seconds)
         while True:
+            # Asked for each job, so without the lock, which is held while the pipe is written.
+            held = self._held.get(lease)
+            if held is None:
+                return False
+            if time.monotonic() < held.renewed_at + sure_for:
+                return True
             with self._lock:
-                held = self._held.get(lease)
-                if held is None:
-                    return False
-                if time.monotonic() < held.renewed_at + sure_for:
-                    return True
                 question = self._ask(lease)
             if not question.answered.wait(max(0.0, question.asked_at + _ANSWER_SECONDS - time.monotonic())):
                 return False

@@ -184,13 +184,16 @@ class Lane:
     def _finish(self, execution: Execution, ended: Ended) -> None:
         with self._lock:
             self._running.pop(execution.claimed.lease, None)
+            if not self._ended:
+                # Whoever comes for it takes those that follow, too.
+                self._endings.notify()
             self._ended.append(ended)
             self._progressed_at = time.monotonic()
             if execution.claimed.care is not Care.NONE:
                 # Others like it may have been left for this place.
                 self._woken = True
-            self._room.notify()
-            self._endings.notify()
+            if self._woken or not self._queue:
+                self._room.notify()
 
     def _lose(self, lease: Lease) -> None:
         with self._lock:
@@ -367,11 +370,13 @@ def _given_back(claimed: Claimed) -> Ended:
 
 
 def _tell(kind: JobKind, ended: Ended, *, lost: bool) -> None:
+    if ended.outcome is AttemptOutcome.SUCCEEDED and not lost and not _logger.isEnabledFor(logging.DEBUG):
+        return
     told = f"kind {kind.name}, message {ended.claimed.message_id}, attempt {ended.claimed.attempt}"
     if lost or ended.outcome is AttemptOutcome.LOST:
         _logger.warning("%s: the lease was lost; nothing was written", told)
     elif ended.outcome in {AttemptOutcome.FAILED, AttemptOutcome.GIVEN_UP}:
         what = "failed: " if ended.outcome is AttemptOutcome.FAILED else ""
         _logger.warning("%s: %s%s%s", told, what, ended.line, f"\n{ended.trace.rstrip()}" if ended.trace else "")
-    elif _logger.isEnabledFor(logging.DEBUG):
+    else:
         _logger.debug("%s: %s after %.3f s", told, ended.outcome, ended.ran)

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import IntEnum, StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from outbox_pipelines.lease.lease import Lease, LeasedTable
 
 MESSAGES = LeasedTable("outbox.messages", "message_id")
+
+_decode = json.JSONDecoder().raw_decode
 
 
 class State(StrEnum):
@@ -112,8 +114,9 @@ class Claimed:
         Raises:
             ValueError, RecursionError: when Python cannot read what PostgreSQL could store.
         """
-        decoded: Mapping[str, Any] = json.loads(self.payload_text)
-        return decoded
+        # PostgreSQL writes nothing before and nothing behind the value.
+        decoded, _end = _decode(self.payload_text)
+        return cast("Mapping[str, Any]", decoded)
 
     @property
     def message_id(self) -> int:

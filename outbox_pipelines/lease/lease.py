@@ -54,8 +54,8 @@ class Lease:
     """How long it lasts from each claim or renewal."""
 
     def __hash__(self) -> int:
-        # What tells two apart; leases are looked up several times for each job.
-        return hash((self.key, self.token))
+        # Leases are looked up several times for each job, and two on one row are seldom together.
+        return hash(self.key)
 
 
 @dataclass(frozen=True)
