@@ -25,7 +25,10 @@ _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
 
 SETTLERS = 2
-"""Threads that write ends: while one waits for its commit, the other writes the next."""
+"""Threads that write ends: one at a time, in batches as large as they come, unless it takes long."""
+
+_LONG_SECONDS = 0.05
+"""How long ends wait for the one that writes, a lock or a slow commit for example, before the other writes them."""
 
 
 class Lane:
@@ -294,8 +297,9 @@ class Lane:
         ended: list[Ended] = []
         while True:
             with self._lock:
-                while not (ended or self._ended or self._is_over()):
-                    self._endings.wait()
+                waited = False
+                while not (ended or self._is_over() or (self._ended and (waited or not self._settling))):
+                    waited = not self._endings.wait(_LONG_SECONDS if self._ended else None)
                 self._settling += len(self._ended)
                 ended += self._ended
                 self._ended = []

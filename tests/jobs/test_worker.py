@@ -25,6 +25,7 @@ from outbox_pipelines.jobs.worker import Worker
 from outbox_pipelines.settings import Pooler, Settings, load_settings
 from tests.jobs.messages import (
     APP_JOBS,
+    KIND,
     a_kind,
     add_app_jobs,
     app_job,
@@ -474,6 +475,40 @@ def test_a_handler_whose_transaction_does_not_end_holds_up_no_other_job(engine: 
         wait_until(lambda: {states(engine)[one] for one in more} == {"Completed"}, seconds=20)
         assert row(engine, stuck).state == "Processing"
         assert ledger(engine, stuck) == []
+
+
+def test_an_end_whose_row_is_locked_holds_up_no_other_end(engine: Engine, worker: StartWorker) -> None:
+    may_end = threading.Event()
+
+    def handler(job: JobContext) -> None:
+        if job.payload:
+            may_end.wait(20)
+
+    locked = enqueue(engine, payload={"locked": True})
+    with worker(a_kind(handler=handler), lock_timeout=30):
+        wait_until(lambda: row(engine, locked).state == "Processing")
+        with engine.connect() as lock, lock.begin():
+            lock.execute(text("SELECT FROM outbox.messages WHERE message_id = :id FOR UPDATE"), {"id": locked})
+            may_end.set()
+            wait_until(lambda: value(engine, "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"))
+            others = enqueue_many(engine, 20)
+            wait_until(lambda: {states(engine)[one] for one in others} == {"Completed"})
+            assert row(engine, locked).state == "Processing"
+        wait_until(lambda: all_completed(engine))
+
+
+def test_a_worker_gets_over_the_end_of_connections_that_it_used_a_moment_ago(
+    engine: Engine, worker: StartWorker
+) -> None:
+    with worker(a_kind()):
+        for _ in range(5):
+            messages = enqueue_many(engine, 20)
+            wait_until(lambda: all_completed(engine))
+            ended = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE application_name = :name"
+            assert value(engine, ended, name=f"outbox worker: {KIND}")
+            messages += enqueue_many(engine, 20)
+            wait_until(lambda: all_completed(engine))
+            assert all(ledger(engine, one) == [(1, 1, "succeeded")] for one in messages)
 
 
 def test_a_domain_job_that_is_locked_for_long_is_marked_when_it_can_be(
