@@ -120,8 +120,9 @@ class _Keeper:
                     self._held[key, token] = _Kept(Lease(MESSAGES, key, token, seconds), due, hold["timeout"])
                 self._changed.notify()
             for dropped, keys in message.get("drop", {}).items():
+                token = UUID(dropped)
                 for key in keys:
-                    self._held.pop((key, UUID(dropped)), None)
+                    self._held.pop((key, token), None)
 
     def _is_dead(self) -> bool:
         return os.getppid() != self._worker
