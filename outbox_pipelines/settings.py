@@ -139,7 +139,7 @@ class Settings(BaseSettings):
         description="Seconds between two looks of an idle `outbox worker`; a notification is faster.",
     )
     worker_prefetch: int = Field(
-        200, ge=0, le=10_000, description="Jobs of a kind that a worker claims ahead of its consumers; 0: none."
+        500, ge=0, le=10_000, description="Jobs of a kind that a worker claims ahead of its consumers; 0: none."
     )
     worker_grace_seconds: float = Field(
         30, ge=0, le=86_400, description="Seconds that running jobs are given when a worker is told to stop."
