@@ -11,6 +11,7 @@ import json
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ from outbox_pipelines.errors import OutboxError
 
 _SOCKET_PATH_BYTES = 100
 """A socket's path may have 107 bytes on Linux and 103 on macOS, with the final zero."""
+
+
+_LOOK_SECONDS = 0.0005
+"""Longer than a look whether a lock is held."""
 
 
 class NotPrivate(OutboxError):
@@ -143,24 +148,45 @@ def default_folder(instance_root: str) -> Path:
 
 
 def _lock(path: Path, *, create: bool) -> int | None:
+    """Lock a file for this process alone, or, to look whether a process has it so, together with others who look.
+
+    Returns:
+        a file descriptor, or ``None`` when a process has it for itself.
+    """
     while True:
         handle = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0) | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            named = os.stat(path)
-        except BlockingIOError:
-            os.close(handle)
-            return None
-        except FileNotFoundError:
-            named = None
+            locked = _flock(handle, fcntl.LOCK_EX if create else fcntl.LOCK_SH)
+            looked_at = not locked and create and _flock(handle, fcntl.LOCK_SH)
+            # Its last holder may have removed the file between our opening and locking it: that lock says nothing.
+            valid = locked and _is_at(path, handle)
         except BaseException:
             os.close(handle)
             raise
-        held = os.fstat(handle)
-        if named is not None and (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino):
+        if valid:
             return handle
-        # Its last holder removed the file between our opening and locking it: that lock says nothing.
         os.close(handle)
+        if looked_at:
+            time.sleep(_LOOK_SECONDS)
+        elif not locked:
+            return None
+
+
+def _flock(handle: int, kind: int) -> bool:
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(path: Path, handle: int) -> bool:
+    try:
+        named = os.stat(path)
+    except FileNotFoundError:
+        return False
+    held = os.fstat(handle)
+    return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
 
 
 def _make_private(folder: Path) -> None:
