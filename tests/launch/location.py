@@ -103,13 +103,14 @@ def crash_op() -> None:
 
 @dg.op(out=NOTHING)
 def child_op(context: dg.OpExecutionContext, config: Told) -> None:
-    """Leaves a forked and an executed child behind."""
+    """Leaves a forked and an executed child behind, perhaps after some seconds."""
     forked = os.fork()
     if not forked:
         time.sleep(600)
         os._exit(0)
     executed = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     _leave(config, context.run_id, f"{forked}\n{executed.pid}")
+    time.sleep(config.seconds)
 
 
 @dg.op(out=NOTHING)
