@@ -5,7 +5,6 @@ a lock ends with the process that holds it, however that process ends, so nothin
 folder can say of a dead worker that it lives.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from outbox_pipelines.errors import OutboxError
+
+with suppress(ImportError):
+    # Windows has none: its runs go to Dagster's own launcher, and no folder is made.
+    import fcntl
 
 _SOCKET_PATH_BYTES = 100
 """A socket's path may have 107 bytes on Linux and 103 on macOS, with the final zero."""

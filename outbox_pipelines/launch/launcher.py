@@ -89,6 +89,8 @@ class WarmRunLauncher(RunLauncher, ConfigurableClass):
         """Hand the run over; returns as soon as it is accepted."""
         run = context.dagster_run
         try:
+            if not hasattr(os, "fork"):
+                raise _NotHere("this system has no fork")
             mode = self.options.mode_of(run.job_name, run.tags)
             if mode is Mode.STOCK:
                 self._stock.launch_run(context)
@@ -149,8 +151,6 @@ class WarmRunLauncher(RunLauncher, ConfigurableClass):
 
     def _hand_over(self, context: LaunchRunContext, mode: Mode) -> None:
         run = context.dagster_run
-        if not hasattr(os, "fork"):
-            raise _NotHere("this system has no fork")
         origin = run.job_code_origin
         if origin is None:
             raise _NotHere("the run does not say where its code is")

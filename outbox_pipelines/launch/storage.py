@@ -106,7 +106,8 @@ def _after_fork_in_child() -> None:
         engine.dispose(close=False)
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _engine(pool: _Pool, token_provider: Any) -> Engine:
@@ -176,6 +177,9 @@ def _has_something_to_read(connection: Any) -> bool:
     A server that restarts or ends a session closes the socket at once, so this finds it
     without a round trip.
     """
+    if not hasattr(select, "poll"):
+        # Windows: a connection is tried after idling alone.
+        return False
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLIN)
     return bool(poll.poll(0))

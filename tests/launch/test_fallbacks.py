@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -232,3 +233,30 @@ def test_a_socket_that_nobody_listens_at_is_no_launcher(make_home: MakeHome, cod
         assert_led_aside(runs, runs.launch("say"), "Connection refused")
     # A launcher takes the dead one's place.
     home.start_launcher()
+
+
+def test_on_a_system_without_fork_the_launcher_loads_and_leaves_its_runs_to_dagsters_own(tmp_path: Path) -> None:
+    # What Windows lacks, taken away before anything of this package is imported.
+    script = """
+import os, select, sys, types
+import dagster as dg
+import dagster_postgres
+sys.modules["fcntl"] = sys.modules["resource"] = None
+for module, names in ((os, ("fork", "register_at_fork", "getuid")), (select, ("poll",))):
+    for name in names:
+        delattr(module, name)
+from outbox_pipelines.launch import PooledPostgresStorage, WarmRunLauncher
+from outbox_pipelines.launch.options import read_options
+launcher = WarmRunLauncher(read_options({}))
+events = []
+launcher._instance_weakref = lambda: types.SimpleNamespace(
+    report_engine_event=lambda message, run, cls=None: events.append(message)
+)
+launcher._stock = types.SimpleNamespace(launch_run=lambda context: events.append("stock"))
+launcher.launch_run(types.SimpleNamespace(dagster_run=types.SimpleNamespace(job_name="any", tags={})))
+print(events)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "this system has no fork" in done.stdout
+    assert done.stdout.rstrip().endswith("'stock']")
