@@ -132,7 +132,9 @@ def running(case: Case, url: str) -> Iterator["Bench"]:
                 _wait(lambda: "launcher: ready" in (home / "launcher.log").read_text(), "the launcher is ready")
             location = str(Path(__file__).with_name("runs_location.py"))
             processes.append(_start(home, environment, "daemon", "-m", "dagster._daemon", "run", "-f", location))
-            yield Bench(case, dagster_url, work_url, processes)
+            bench = Bench(case, dagster_url, work_url, processes)
+            bench.wait_for_a_tick()
+            yield bench
         finally:
             for process in reversed(processes):
                 process.send_signal(signal.SIGINT)
@@ -202,6 +204,13 @@ class Bench:
         self._work_url = work_url
         self._daemon = psutil.Process(processes[-1].pid)
         self._launcher = psutil.Process(processes[0].pid) if case.mode else None
+
+    def wait_for_a_tick(self) -> None:
+        """Wait until the daemon has made its tables and looked at the sensor."""
+        there = "SELECT count(*) FROM pg_tables WHERE tablename = 'job_ticks'"
+        with psycopg.connect(self._dagster_url, autocommit=True) as connection:
+            _wait(lambda: _number(connection, there), "the daemon has made its tables")
+            _wait(lambda: _number(connection, "SELECT count(*) FROM job_ticks"), "the daemon has looked at the sensor")
 
     def supply(self, count: int) -> None:
         """Commit rows at once and wait until the run of each has ended."""

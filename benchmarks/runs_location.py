@@ -5,7 +5,7 @@ import os
 import dagster as dg
 import psycopg2
 
-PER_TICK = 40
+PER_TICK = 120
 POLL_SECONDS = 10
 
 
