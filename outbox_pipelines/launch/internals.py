@@ -9,12 +9,13 @@ message and not as a run that hangs.
 from collections.abc import Mapping
 from typing import Any
 
+from dagster import EventLogEntry
 from dagster import __version__ as DAGSTER_VERSION  # noqa: N812  # it is a constant
 from dagster import reconstructable as recon_job_for
 from dagster._cli.api import _execute_run_command_body as execute_run
-from dagster._config import Array, BoolSource, Enum, EnumValue, Field, IntSource, Noneable, Permissive, StringSource
+from dagster._config import Array, BoolSource, Field, IntSource, Noneable, Permissive, StringSource
 from dagster._config.config_schema import UserConfigSchema
-from dagster._core.events import EngineEventData
+from dagster._core.events import ASSET_CHECK_EVENTS, ASSET_EVENTS
 from dagster._core.instance.ref import InstanceRef
 from dagster._core.launcher import CheckRunHealthResult, LaunchRunContext, RunLauncher, WorkerStatus
 from dagster._core.launcher.default_run_launcher import DefaultRunLauncher
@@ -48,6 +49,8 @@ except ImportError:
 
 
 __all__ = [
+    "ASSET_CHECK_EVENTS",
+    "ASSET_EVENTS",
     "DAGSTER_VERSION",
     "GRPC_INFO_TAG",
     "Array",
@@ -58,9 +61,7 @@ __all__ = [
     "DagsterPostgresStorage",
     "DagsterStorage",
     "DefaultRunLauncher",
-    "EngineEventData",
-    "Enum",
-    "EnumValue",
+    "EventLogEntry",
     "Field",
     "GrpcServerCodeLocationOrigin",
     "InstanceRef",

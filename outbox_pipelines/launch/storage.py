@@ -13,16 +13,19 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from dagster import DagsterInstance
-from sqlalchemy import Engine, create_engine, event, exc
+from sqlalchemy import Connection, Engine, create_engine, event, exc, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.pool import ConnectionPoolEntry, PoolProxiedConnection
+from sqlalchemy.pool import ConnectionPoolEntry, NullPool, PoolProxiedConnection
 
 from outbox_pipelines.database.url import dagster_storage_url, render
 from outbox_pipelines.launch.internals import (
+    ASSET_CHECK_EVENTS,
+    ASSET_EVENTS,
     ConfigurableClass,
     ConfigurableClassData,
     DagsterPostgresStorage,
     DagsterStorage,
+    EventLogEntry,
     Field,
     IntSource,
     PostgresEventLogStorage,
@@ -37,11 +40,17 @@ from outbox_pipelines.launch.internals import (
 )
 
 _POOL_FIELDS: Mapping[str, tuple[int, str]] = {
-    "pool_size": (5, "Connections that a process keeps open."),
+    "pool_size": (5, "Connections that a process keeps open; 0 for no pool, as in Dagster's own storage."),
     "pool_overflow": (15, "Connections that a process opens beyond these when all are in use; closed after use."),
-    "pool_timeout_seconds": (30, "Seconds that a caller waits for a free connection before an error."),
+    "pool_timeout_seconds": (
+        30,
+        "Seconds that a caller waits for a free connection; Dagster then waits anew, six times before an error.",
+    ),
     "ping_after_idle_seconds": (5, "Seconds of idling after which a connection is tried before it is used again."),
 }
+
+_MORE_TO_WRITE = ASSET_EVENTS | ASSET_CHECK_EVENTS
+"""Events for which Dagster writes to more than one table."""
 
 # A server that went silent (power, network) is noticed in about a minute, not in hours; a value in the URL wins.
 _LIBPQ_DEFAULTS = {
@@ -63,7 +72,7 @@ class _Pool:
     pool_timeout_seconds: int
     ping_after_idle_seconds: int
     recycle_seconds: int = -1
-    statement_timeout_milliseconds: int = 0
+    statement_timeout_milliseconds: int | None = None
 
 
 _Storage = TypeVar("_Storage", bound="_Pooled")
@@ -73,6 +82,15 @@ _engines: dict[_Pool, Engine] = {}
 _created: set[str] = set()
 """URLs whose tables this process, or the one it was forked from, has seen."""
 
+
+class _Thread(threading.local):
+    """What a thread holds of this module's pools."""
+
+    def __init__(self) -> None:
+        self.holds: set[ConnectionPoolEntry] = set()
+
+
+_thread = _Thread()
 
 _rolls_back = False
 """Whether new connections begin a transaction that nothing commits; see :func:`rolled_back`."""
@@ -120,25 +138,33 @@ def _engine(pool: _Pool, token_provider: Any) -> Engine:
 
 def _make_engine(pool: _Pool, token_provider: Any) -> Engine:
     url = dagster_storage_url(pool.url)
+    limits: dict[str, Any] = {"poolclass": NullPool}
+    if pool.pool_size:
+        limits = {
+            "pool_size": pool.pool_size,
+            "max_overflow": pool.pool_overflow,
+            "pool_timeout": pool.pool_timeout_seconds,
+            "pool_recycle": pool.recycle_seconds,
+            # The connection used last is used next, so that a quiet process lets the others go stale together.
+            "pool_use_lifo": True,
+        }
     engine = create_engine(
         url,
         # What Dagster's own storages run with.
         isolation_level="AUTOCOMMIT",
-        pool_size=pool.pool_size,
-        max_overflow=pool.pool_overflow,
-        pool_timeout=pool.pool_timeout_seconds,
-        pool_recycle=pool.recycle_seconds,
-        # The connection used last is used next, so that a quiet process lets the others go stale together.
-        pool_use_lifo=True,
+        # Two queries for each new connection otherwise; Dagster has no hstore.
+        use_native_hstore=False,
         connect_args={name: value for name, value in _LIBPQ_DEFAULTS.items() if name not in url.query},
+        **limits,
     )
     if token_provider is not None:
         give_tokens(engine, token_provider)
-    if pool.statement_timeout_milliseconds:
+    timeout = pool.statement_timeout_milliseconds
+    if timeout is not None:
 
         @event.listens_for(engine, "connect")
         def set_timeout(connection: DBAPIConnection, _record: ConnectionPoolEntry) -> None:
-            set_pg_statement_timeout(connection, pool.statement_timeout_milliseconds)
+            set_pg_statement_timeout(connection, timeout)
 
     @event.listens_for(engine, "connect")
     def begin_rehearsal(connection: DBAPIConnection, _record: ConnectionPoolEntry) -> None:
@@ -149,6 +175,7 @@ def _make_engine(pool: _Pool, token_provider: Any) -> Engine:
     @event.listens_for(engine, "checkin")
     def note_idle(_connection: DBAPIConnection | None, record: ConnectionPoolEntry) -> None:
         record.info["idle_since"] = time.monotonic()
+        record.info.pop("held_among", set()).discard(record)
 
     @event.listens_for(engine, "checkout")
     def ping_when_in_doubt(
@@ -158,15 +185,19 @@ def _make_engine(pool: _Pool, token_provider: Any) -> Engine:
         if idle_since is None:
             return
         idled = time.monotonic() - idle_since >= pool.ping_after_idle_seconds
-        if not (idled or _has_something_to_read(connection)):
-            return
         try:
-            alive = engine.dialect.do_ping(connection)
+            alive = not (idled or _has_something_to_read(connection)) or engine.dialect.do_ping(connection)
         except engine.dialect.loaded_dbapi.Error:
             alive = False
         if not alive:
             # Those that idled beside it are no better: all are made anew.
             raise exc.InvalidatePoolError("the server closed this connection while it idled")
+
+    @event.listens_for(engine, "checkout")
+    def note_holder(_connection: DBAPIConnection, record: ConnectionPoolEntry, _proxy: PoolProxiedConnection) -> None:
+        _thread.holds.add(record)
+        # Another thread may return it.
+        record.info["held_among"] = _thread.holds
 
     return engine
 
@@ -188,8 +219,6 @@ def _has_something_to_read(connection: Any) -> bool:
 class _Pooled:
     """What Dagster's three storages do alike here: use the process's engine, in the webserver too."""
 
-    _engine: Engine
-
     def __init__(self, url: str) -> None:
         self.found: set[tuple[str, ...]] = set()
         super().__init__(url, should_autocreate_tables=False)  # type: ignore[call-arg]  # what stands beside it
@@ -197,7 +226,22 @@ class _Pooled:
     def use(self, pool: _Pool, token_provider: Any) -> None:
         self._pool = pool
         self._provider = token_provider
-        self._engine = _engine(pool, token_provider)
+        self._pooled = _engine(pool, token_provider)
+        self._unpooled = _engine(replace(pool, pool_size=0), token_provider)
+
+    @property
+    def _engine(self) -> Engine:
+        """The engine for the next connection of this thread.
+
+        Dagster asks for a second connection while it has one (whether a table exists, in the middle of
+        a transaction). Threads that wait for a pool's last connections would wait for each other
+        if these came from the pool too.
+        """
+        return self._unpooled if _thread.holds else self._pooled
+
+    @_engine.setter
+    def _engine(self, unused: Engine) -> None:
+        """Take nothing of what Dagster's own constructor has made."""
 
     def optimize_for_webserver(self, statement_timeout: int, pool_recycle: int, max_overflow: int) -> None:
         """Take the webserver's limits on the pool that the three storages share.
@@ -207,6 +251,8 @@ class _Pooled:
             pool_recycle: seconds after which a connection is replaced.
             max_overflow: connections beyond the pool's.
         """
+        # What the former pool keeps open would idle there for good.
+        self._pooled.dispose()
         pool = replace(
             self._pool,
             recycle_seconds=pool_recycle,
@@ -258,7 +304,22 @@ class _RunStorage(_Pooled, PostgresRunStorage):
 
 @_remembers("has_table", "has_asset_key_col", "_has_asset_key_col_on_connection")
 class _EventLogStorage(_Pooled, PostgresEventLogStorage):
-    pass
+    def store_event(self, event: EventLogEntry) -> None:
+        """Store an event; one that is about no asset in a single statement.
+
+        Dagster's own follows it by a NOTIFY, to which releases listened that are long gone.
+        """
+        if event.is_dagster_event and event.dagster_event_type in _MORE_TO_WRITE:
+            super().store_event(event)
+            return
+        with self._connect() as connection:
+            connection.execute(self.prepare_insert_event(event))
+
+    @contextmanager
+    def index_transaction(self) -> Iterator[Connection]:
+        # Its COMMIT is the driver's own, and would end the transaction that is to be rolled back.
+        with self.index_connection() if _rolls_back else super().index_transaction() as connection:
+            yield connection
 
 
 @_remembers("_has_instigators_table", "_has_asset_daemon_asset_evaluations_table", "has_secondary_index_table")
@@ -359,6 +420,10 @@ def _create_tables_once(url: str, token_provider: Any) -> None:
             return
     # An argument that older releases do not know.
     provided = {} if token_provider is None else {"token_provider": token_provider}
-    DagsterPostgresStorage(url, should_autocreate_tables=True, **provided)
+    first = PostgresRunStorage(url, should_autocreate_tables=False, **provided)
+    with first.connect() as connection, connection.execution_options(isolation_level="READ COMMITTED").begin():
+        # Processes that find an empty database at the same time would find each other's half of the tables.
+        connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('dagster tables'))"))
+        DagsterPostgresStorage(url, should_autocreate_tables=True, **provided)
     with _lock:
         _created.add(url)
