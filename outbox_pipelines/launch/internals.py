@@ -11,17 +11,24 @@ from typing import Any
 
 from dagster import EventLogEntry
 from dagster import __version__ as DAGSTER_VERSION  # noqa: N812  # it is a constant
-from dagster import reconstructable as recon_job_for
 from dagster._cli.api import _execute_run_command_body as execute_run
 from dagster._config import Array, BoolSource, Field, IntSource, Noneable, Permissive, StringSource
 from dagster._config.config_schema import UserConfigSchema
+from dagster._core.code_pointer import CodePointer
 from dagster._core.events import ASSET_CHECK_EVENTS, ASSET_EVENTS
 from dagster._core.instance.ref import InstanceRef
 from dagster._core.launcher import CheckRunHealthResult, LaunchRunContext, RunLauncher, WorkerStatus
 from dagster._core.launcher.default_run_launcher import DefaultRunLauncher
-from dagster._core.remote_origin import GrpcServerCodeLocationOrigin
+from dagster._core.origin import JobPythonOrigin, RepositoryPythonOrigin
+from dagster._core.remote_origin import (
+    GrpcServerCodeLocationOrigin,
+    ManagedGrpcPythonEnvCodeLocationOrigin,
+    RemoteJobOrigin,
+    RemoteRepositoryOrigin,
+)
 from dagster._core.storage.base_storage import DagsterStorage
 from dagster._core.storage.tags import GRPC_INFO_TAG
+from dagster._core.types.loadable_target_origin import LoadableTargetOrigin
 from dagster._serdes import ConfigurableClass, ConfigurableClassData, deserialize_value, serialize_value
 from dagster._utils.interrupts import capture_interrupts
 from dagster_postgres.event_log import PostgresEventLogStorage
@@ -56,6 +63,7 @@ __all__ = [
     "Array",
     "BoolSource",
     "CheckRunHealthResult",
+    "CodePointer",
     "ConfigurableClass",
     "ConfigurableClassData",
     "DagsterPostgresStorage",
@@ -66,12 +74,18 @@ __all__ = [
     "GrpcServerCodeLocationOrigin",
     "InstanceRef",
     "IntSource",
+    "JobPythonOrigin",
     "LaunchRunContext",
+    "LoadableTargetOrigin",
+    "ManagedGrpcPythonEnvCodeLocationOrigin",
     "Noneable",
     "Permissive",
     "PostgresEventLogStorage",
     "PostgresRunStorage",
     "PostgresScheduleStorage",
+    "RemoteJobOrigin",
+    "RemoteRepositoryOrigin",
+    "RepositoryPythonOrigin",
     "RunLauncher",
     "StringSource",
     "UserConfigSchema",
@@ -82,7 +96,6 @@ __all__ = [
     "give_tokens",
     "pg_config",
     "pg_url_from_config",
-    "recon_job_for",
     "serialize_value",
     "set_pg_statement_timeout",
     "token_provider_of",

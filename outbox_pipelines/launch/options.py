@@ -24,6 +24,10 @@ MODE_TAG = "warm-runs/mode"
 """A run's or job's tag that chooses how it is executed."""
 
 
+_STARTING_PER_CORE = 3
+"""Half of a small run's time is waiting for the database's disk."""
+
+
 class InvalidOptions(OutboxError):
     """run_launcher's config in dagster.yaml has a value that cannot be used."""
 
@@ -48,7 +52,7 @@ class Options:
     mode: Mode = Mode.FORK
     job_modes: Mapping[str, Mode] = field(default_factory=dict)
     max_workers: int = 64
-    max_starting: int = 2
+    max_starting: int = 6
     runs_per_process: int = 50
     max_memory_mb: int = 0
     idle_worker_seconds: int = 60
@@ -111,8 +115,8 @@ SCHEMA: UserConfigSchema = {
         Noneable(IntSource),
         is_required=False,
         default_value=None,
-        description="Workers at a time in their first two seconds; one for each core when not given. It keeps a burst "
-        "of short runs from hindering itself, and never lets a long run hold back another.",
+        description="Workers at a time in their first two seconds; three for each core when not given. It keeps a "
+        "burst of short runs from hindering itself, and never lets a long run hold back another.",
     ),
     "runs_per_process": Field(
         IntSource,
@@ -199,7 +203,7 @@ def read_options(config: Mapping[str, Any]) -> Options:
             raise InvalidOptions(f"run_launcher's {name} is {value}: it must be from {low} to {high}")
     values = dict(config)
     if values.get("max_starting") is None:
-        values["max_starting"] = os.cpu_count() or 2
+        values["max_starting"] = _STARTING_PER_CORE * (os.cpu_count() or 2)
     values["mode"] = _mode(config.get("mode", Mode.FORK), "mode")
     if values["mode"] is Mode.STOCK:
         raise InvalidOptions(

@@ -8,30 +8,29 @@ trace there: all its statements are in one transaction, which is rolled back.
 """
 
 import logging
+import signal
+import sys
 
 import dagster as dg
 
 from outbox_pipelines.launch.internals import (
+    CodePointer,
+    GrpcServerCodeLocationOrigin,
     InstanceRef,
+    JobPythonOrigin,
+    LoadableTargetOrigin,
+    ManagedGrpcPythonEnvCodeLocationOrigin,
+    RemoteJobOrigin,
+    RemoteRepositoryOrigin,
+    RepositoryPythonOrigin,
     deserialize_value,
-    execute_run,
-    recon_job_for,
 )
+from outbox_pipelines.launch.rehearsal_job import __file__ as rehearsal_file
+from outbox_pipelines.launch.rehearsal_job import rehearsal_job
 from outbox_pipelines.launch.storage import is_pooled, rolled_back
+from outbox_pipelines.launch.worker import STOP_SIGNALS, execute
 
 _logger = logging.getLogger(__name__)
-
-
-@dg.op(out=dg.Out(dg.Nothing))
-def rehearse_op(context: dg.OpExecutionContext) -> None:
-    """What a small run does: it says something."""
-    context.log.debug("rehearsal")
-
-
-@dg.job(executor_def=dg.in_process_executor)
-def rehearsal_job() -> None:
-    """Run in the launcher's process, where its traces are rolled back."""
-    rehearse_op()
 
 
 def rehearse(instance_ref: str) -> dict[str, dg.DagsterInstance]:
@@ -58,15 +57,30 @@ def rehearse(instance_ref: str) -> dict[str, dg.DagsterInstance]:
         problem = error
     finally:
         logging.disable(before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if problem is not None:
         _logger.warning("the first runs will be slower: the rehearsal failed (%s)", type(problem).__name__)
     return opened
 
 
 def _execute_in(instance: dg.DagsterInstance) -> None:
-    recon_job = recon_job_for(rehearsal_job)
-    run = instance.create_run_for_job(rehearsal_job, job_code_origin=recon_job.get_python_origin())
-    execute_run(run.run_id, instance, lambda _event: None, set_exit_code_on_failure=False)
+    run = instance.create_run_for_job(rehearsal_job, job_code_origin=_code(), remote_job_origin=_asked_for_at())
+    execute(instance, run.run_id)
     ended = instance.get_run_by_id(run.run_id)
     if ended is None or not ended.is_success:
         raise RuntimeError("the rehearsal did not succeed")
+
+
+def _code() -> JobPythonOrigin:
+    """Where the job's code is: in a file, which the run loads anew as it does with a user's."""
+    pointer = CodePointer.from_python_file(rehearsal_file, "defs", None)
+    repository = RepositoryPythonOrigin(executable_path=sys.executable, code_pointer=pointer)
+    return JobPythonOrigin(rehearsal_job.name, repository)
+
+
+def _asked_for_at() -> RemoteJobOrigin:
+    """Where the job was asked for: at a code server of either sort. So the classes of both are made ready."""
+    GrpcServerCodeLocationOrigin(host="localhost", port=1, location_name="rehearsal")
+    target = LoadableTargetOrigin(executable_path=sys.executable, python_file=rehearsal_file, attribute="defs")
+    managed = ManagedGrpcPythonEnvCodeLocationOrigin(target, location_name="rehearsal")
+    return RemoteJobOrigin(RemoteRepositoryOrigin(managed, "__repository__"), rehearsal_job.name)

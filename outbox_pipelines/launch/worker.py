@@ -164,7 +164,10 @@ def _work(
     while True:
         runs += 1
         _held[:] = [control.fileno(), lock]
-        _execute(open_instance(request["instance_ref"], instances), request)
+        if request.get("cwd"):
+            with contextlib.suppress(OSError):
+                os.chdir(request["cwd"])
+        execute(open_instance(request["instance_ref"], instances), request["run_id"])
         folder.forget_run(request["run_id"])
         os.close(lock)
         _tell(control, done=request["run_id"])
@@ -183,8 +186,8 @@ def _work(
         folder.name_holder(lock, os.getpid())
 
 
-def _execute(instance: DagsterInstance, request: Mapping[str, Any]) -> None:
-    run_id = request["run_id"]
+def execute(instance: DagsterInstance, run_id: str) -> None:
+    """Execute a run in this process and see to it that it has an end; leaves :data:`STOP_SIGNALS` blocked."""
     began = ended = False
 
     def watch(event: DagsterEvent) -> None:
@@ -197,9 +200,6 @@ def _execute(instance: DagsterInstance, request: Mapping[str, Any]) -> None:
             raise _CanceledBefore
         ended = ended or event.event_type in ENDS
 
-    if request.get("cwd"):
-        with contextlib.suppress(OSError):
-            os.chdir(request["cwd"])
     problem = ""
     with capture_interrupts():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

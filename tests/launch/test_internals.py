@@ -113,9 +113,13 @@ def test_a_code_server_elsewhere_is_told_by_its_origin() -> None:
     assert (origin.host, origin.location_name) == ("code.example", "there")
 
 
-def test_a_job_is_made_again_from_where_it_is() -> None:
-    from outbox_pipelines.launch.rehearsal import rehearsal_job
-
-    origin = internals.recon_job_for(rehearsal_job).get_python_origin()
-    assert origin.repository_origin.executable_path
-    assert origin.job_name == "rehearsal_job"
+def test_a_run_says_where_its_code_is_and_where_it_was_asked_for(tmp_path: Path) -> None:
+    pointer = internals.CodePointer.from_python_file(str(tmp_path / "code.py"), "defs", None)
+    repository = internals.RepositoryPythonOrigin(executable_path="/python", code_pointer=pointer)
+    code = internals.JobPythonOrigin("job", repository)
+    assert (code.job_name, code.repository_origin.executable_path) == ("job", "/python")
+    assert code.repository_origin.container_image is None
+    target = internals.LoadableTargetOrigin(executable_path="/python", python_file="code.py", attribute="defs")
+    managed = internals.ManagedGrpcPythonEnvCodeLocationOrigin(target, location_name="there")
+    origin = internals.RemoteJobOrigin(internals.RemoteRepositoryOrigin(managed, "__repository__"), "job")
+    assert origin.repository_origin.code_location_origin.location_name == "there"
