@@ -19,6 +19,7 @@ from dagster._core.events import ASSET_CHECK_EVENTS, ASSET_EVENTS
 from dagster._core.instance.ref import InstanceRef
 from dagster._core.launcher import CheckRunHealthResult, LaunchRunContext, RunLauncher, WorkerStatus
 from dagster._core.launcher.default_run_launcher import DefaultRunLauncher
+from dagster._core.log_manager import LOG_RECORD_METADATA_ATTR
 from dagster._core.origin import JobPythonOrigin, RepositoryPythonOrigin
 from dagster._core.remote_origin import (
     GrpcServerCodeLocationOrigin,
@@ -60,6 +61,7 @@ __all__ = [
     "ASSET_EVENTS",
     "DAGSTER_VERSION",
     "GRPC_INFO_TAG",
+    "LOG_RECORD_METADATA_ATTR",
     "Array",
     "BoolSource",
     "CheckRunHealthResult",

@@ -61,6 +61,7 @@ class Options:
     idle_exit_seconds: int = 900
     start_seconds: int = 30
     preload: tuple[str, ...] = ()
+    print_events: bool = False
     discard_output: bool = False
     folder: str | None = None
     allow_untested_dagster: bool = False
@@ -167,6 +168,13 @@ SCHEMA: UserConfigSchema = {
         default_value=[],
         description="Modules of libraries to import once instead of in each run. They are read again only when the "
         "launcher starts again, so no module that you edit, and none that starts threads or opens connections.",
+    ),
+    "print_events": Field(
+        BoolSource,
+        is_required=False,
+        default_value=False,
+        description="Write each run's events to the launcher's stderr too, as Dagster's own run workers do. They are "
+        "in the event log in any case; writing them twice takes a twelfth of a small run's time.",
     ),
     "discard_output": Field(
         BoolSource,

@@ -13,6 +13,7 @@ from outbox_pipelines.launch.launcher import WarmRunLauncher
 from outbox_pipelines.launch.options import Options
 from outbox_pipelines.launch.protocol import ask
 from outbox_pipelines.launch.rehearsal import rehearse
+from outbox_pipelines.launch.worker import keep_events_off_stderr
 from outbox_pipelines.launch.zygote import LauncherRuns, Zygote, preload
 
 _WAIT_SECONDS = 0.5
@@ -80,6 +81,8 @@ def serve(
         say: told when the launcher waits, and when it is ready.
     """
     preload(service.options.preload)
+    if not service.options.print_events:
+        keep_events_off_stderr()
     zygote = _first_in_line(service, until_idle=until_idle, say=say)
     zygote.serve(rehearse(service.instance_ref), on_ready=lambda: say(f"ready, in {service.folder.path}"))
 

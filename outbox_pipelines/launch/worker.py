@@ -16,12 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import coloredlogs
 from dagster import DagsterEvent, DagsterEventType, DagsterInstance, DagsterRunStatus
 
 from outbox_pipelines.launch.ends import ENDS, keep_canceling, settle_persistently
 from outbox_pipelines.launch.folder import Folder
 from outbox_pipelines.launch.internals import (
     GRPC_INFO_TAG,
+    LOG_RECORD_METADATA_ATTR,
     InstanceRef,
     capture_interrupts,
     deserialize_value,
@@ -114,6 +116,16 @@ def _open_output(limits: Limits) -> None:
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
             handler.setStream(sys.stderr)
+
+
+def keep_events_off_stderr() -> None:
+    """Have Dagster's console logger print nothing of runs, in this process and its forks; other handlers do."""
+    coloredlogs.StandardErrorHandler.emit = _emit_unless_of_a_run
+
+
+def _emit_unless_of_a_run(handler: logging.StreamHandler[Any], record: logging.LogRecord) -> None:
+    if not hasattr(record, LOG_RECORD_METADATA_ATTR):
+        logging.StreamHandler.emit(handler, record)
 
 
 class _Unbreakable(io.FileIO):

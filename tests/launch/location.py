@@ -1,6 +1,7 @@
 """The code location of these tests: jobs that end in every way in which a run can end."""
 
 import ctypes
+import logging
 import os
 import signal
 import subprocess
@@ -43,6 +44,14 @@ def move_op() -> None:
     """Leaves the process elsewhere, and with less in its environment."""
     os.chdir("/")
     del os.environ["PATH"]
+
+
+@dg.op(out=NOTHING)
+def talk_op(context: dg.OpExecutionContext) -> None:
+    """Prints, and logs in two ways."""
+    print("printed by the op")  # noqa: T201
+    logging.getLogger("a_library").warning("logged by a library")
+    context.log.info("logged by the op")
 
 
 @dg.op(out=NOTHING)
@@ -157,6 +166,7 @@ defs = dg.Definitions(
             _job(op)
             for op in (
                 say_op,
+                talk_op,
                 move_op,
                 wait_op,
                 gate_op,
