@@ -287,6 +287,9 @@ def test_a_lock_is_taken_though_somebody_looks_whether_it_is(tmp_path: Path) -> 
 
 def test_a_launcher_keeps_no_children_and_descriptors_of_runs_that_ended(runs: Runs) -> None:
     launcher = psutil.Process(runs.home.status()["pid"])
+    # Those that wait for another run.
+    for child in launcher.children():
+        child.kill()
     assert runs.end_of(runs.launch("say")) is dg.DagsterRunStatus.SUCCESS
     wait_until(lambda: not launcher.children(), "no child is left")
     before = launcher.num_fds()
