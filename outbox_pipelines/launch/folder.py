@@ -88,10 +88,14 @@ class Folder:
         """
         path = self._waiting / f"{number:020d}-{request['run_id']}.json"
         handle, name = tempfile.mkstemp(dir=self._waiting, prefix=".")
-        with os.fdopen(handle, "w") as file:
-            json.dump(request, file)
-        # Whole or not at all, also for a launcher that is killed here.
-        os.rename(name, path)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(request, file)
+            # Whole or not at all, also for a launcher that is killed here.
+            os.rename(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
         return path
 
     def waiting(self) -> list[tuple[Path, dict[str, Any]]]:

@@ -37,6 +37,8 @@ from outbox_pipelines.launch.orphans import Orphans
 
 _logger = logging.getLogger(__name__)
 
+_WHAT_A_RUN_NEEDS = ("run_id", "mode", "key", "python", "instance_ref")
+
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -122,8 +124,13 @@ class Zygote:
     def _take_over(self) -> None:
         """Take over what a launcher before left."""
         for path, request in self._folder.waiting():
+            number = path.name.partition("-")[0]
+            if not (number.isdigit() and _is_whole(request)):
+                # Of another version, perhaps; whoever can do something with it finds it where it is.
+                _logger.warning("%s: this is no run that can be started", path)
+                continue
             self._waiting.append(_Waiting(request, path))
-            self._number = int(path.name.partition("-")[0])
+            self._number = int(number)
         self._orphans = Orphans(self._folder, self._options.kill_grace_seconds)
         if self._waiting or self._orphans.pids():
             _logger.info(
@@ -218,7 +225,9 @@ class Zygote:
                 return {"refused": f"the launcher does not know what {other!r} is"}
 
     def _launch(self, request: dict[str, Any]) -> dict[str, Any]:
-        run_id = str(request["run_id"])
+        if not _is_whole(request):
+            return {"refused": "the launcher is of another version, and does not understand it"}
+        run_id = request["run_id"]
         if os.path.dirname(request["python"]) != os.path.dirname(sys.executable):
             return {"refused": f"its code runs with {request['python']}, the launcher with {sys.executable}"}
         if not self._knows(run_id):
@@ -280,6 +289,16 @@ class Zygote:
             for run_id, pid, killed in self._orphans.ended():
                 why = describe_exit(pid, None, killed_after=self._options.kill_grace_seconds if killed else None)
                 self._crew.undertake(run_id, self._instance_ref, why)
+
+
+def _is_whole(request: object) -> bool:
+    """Whether this is a run that a worker can be given: one that lacks something must not end the launcher."""
+    return (
+        isinstance(request, dict)
+        and all(isinstance(request.get(name), str) for name in _WHAT_A_RUN_NEEDS)
+        # Files are named after it.
+        and request["run_id"] == os.path.basename(request["run_id"]) != ""
+    )
 
 
 def preload(modules: tuple[str, ...]) -> None:
