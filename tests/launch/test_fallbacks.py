@@ -166,6 +166,7 @@ def test_a_run_that_the_launcher_cannot_note_is_led_aside(runs: Runs) -> None:
         run_id = runs.launch("say")
     assert_led_aside(runs, run_id, "the launcher could not do it (OSError: ", "File too large")
     assert runs.home.status()["waiting"] == []
+    assert list((runs.home.folder.path / "waiting").iterdir()) == []
     assert runs.end_of(runs.launch("say")) is dg.DagsterRunStatus.SUCCESS
 
 

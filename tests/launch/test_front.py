@@ -6,15 +6,17 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pytest
 from dagster._core.launcher import LaunchRunContext
+from dagster._core.workspace.load_target import WorkspaceLoadTarget
 
 from outbox_pipelines.launch.protocol import LONGEST_LINE, LauncherSilent, ask
-from tests.launch.conftest import Runs, wait_until
+from tests.launch.conftest import MakeHome, Runs, opened, wait_until
 
-_ROOM = {"mode": "fork", "key": "", "python": "", "cwd": "/", "instance_ref": ""}
+_REQUEST = {"ask": "launch", "mode": "fork", "key": "", "cwd": "/", "instance_ref": ""}
 
 
 def connect(runs: Runs) -> socket.socket:
@@ -114,13 +116,38 @@ def test_nonsense_is_refused_and_others_are_served(runs: Runs, text: bytes) -> N
     assert runs.home.status()["pid"]
 
 
-def test_a_run_id_that_is_a_path_is_refused(runs: Runs) -> None:
-    """The folder's files are named after runs."""
+@pytest.mark.parametrize(
+    "wrong", [{"run_id": "../escaped"}, {"run_id": ""}, {"run_id": 7}, {"instance_ref": None}, {"mode": None}]
+)
+def test_a_run_that_lacks_something_is_refused(runs: Runs, wrong: dict[str, Any]) -> None:
+    """As a launcher of another version may find it."""
     python = runs.home.status()["python"]
-    request = {"ask": "launch", **_ROOM, "python": python, "run_id": "../escaped"}
-    assert "refused" in json.loads(say(runs, json.dumps(request).encode() + b"\n"))
+    request = {**_REQUEST, "python": python, "run_id": "00000000-0000-0000-0000-000000000000", **wrong}
+    assert "another version" in json.loads(say(runs, json.dumps(request).encode() + b"\n"))["refused"]
     assert runs.home.status()["waiting"] == []
     assert_serves(runs)
+
+
+def test_files_of_another_version_do_not_keep_a_launcher_from_starting(
+    make_home: MakeHome, code_server: WorkspaceLoadTarget
+) -> None:
+    home = make_home()
+    waiting = home.folder.path / "waiting"
+    for name, text in [
+        ("00000000000000000001-old.json", '{"run_id": "old"}'),
+        ("00000000000000000002-cut.json", '{"run_id": '),
+        ("00000000000000000003-list.json", "[]"),
+        ("notes", "{}"),
+        (".half", "{"),
+    ]:
+        (waiting / name).write_text(text)
+    (home.folder.path / "running" / "old").write_text("not a number")
+    home.start_launcher()
+    with opened(home, code_server) as runs:
+        assert_serves(runs)
+        wait_until(lambda: not list(home.folder.runs()), "nobody works on the old run")
+    assert "this is no run that can be started" in home.log.read_text()
+    assert not (waiting / ".half").exists()
 
 
 def test_a_request_of_any_usual_size_is_heard(runs: Runs) -> None:
