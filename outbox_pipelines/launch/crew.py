@@ -324,7 +324,8 @@ class Crew:
                 self._listen_to(worker)
                 self._hang_up(worker)
             if worker.request is not None:
-                why = describe_exit(pid, status, killed_after=self._options.kill_grace_seconds * worker.killed or None)
+                grace = self._options.kill_grace_seconds if worker.killed else None
+                why = describe_exit(pid, status, killed_after=grace)
                 self.undertake(str(worker.request["run_id"]), str(worker.request["instance_ref"]), why)
 
     def undertake(self, run_id: str, instance_ref: str, why: str) -> None:
