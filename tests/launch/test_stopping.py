@@ -18,7 +18,7 @@ from tests.launch.conftest import PATIENCE, Home, MakeHome, Runs, opened, wait_u
 @pytest.fixture
 def stopping(make_home: MakeHome, code_server: WorkspaceLoadTarget) -> Iterator[Runs]:
     """An instance whose launcher is to be started, and ended, by the test; it works on two runs at a time."""
-    home = make_home(max_workers=2, kill_grace_seconds=20)
+    home = make_home(max_workers=2, kill_grace_seconds=600)
     with opened(home, code_server) as ready:
         yield ready
 

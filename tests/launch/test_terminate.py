@@ -11,7 +11,7 @@ import dagster as dg
 import pytest
 from dagster._core.workspace.load_target import WorkspaceLoadTarget
 
-from tests.launch.conftest import MakeHome, Runs, opened, wait_until, wait_until_gone
+from tests.launch.conftest import MakeHome, Runs, file_target, opened, wait_until, wait_until_gone
 
 _ROUNDS = 15
 _CANCEL = """
@@ -20,6 +20,35 @@ from dagster import DagsterInstance
 
 with DagsterInstance.from_config(sys.argv[1]) as instance:
     print(instance.run_launcher.terminate(sys.argv[2]))
+"""
+
+_SLOW = """
+import time
+from pathlib import Path
+
+import dagster as dg
+
+here = Path(__file__).parent
+while (here / "hold").exists():
+    (here / "importing").touch()
+    time.sleep(0.02)
+
+
+class Told(dg.Config):
+    seconds: float
+
+
+@dg.op(out=dg.Out(dg.Nothing))
+def quick_op(config: Told):
+    pass
+
+
+@dg.job(executor_def=dg.in_process_executor)
+def quick():
+    quick_op()
+
+
+defs = dg.Definitions(jobs=[quick])
 """
 
 
@@ -137,10 +166,16 @@ def test_a_run_is_canceled_once_however_often_it_is_asked_for(runs: Runs, tmp_pa
     assert not runs.launcher.terminate(run_id)
 
 
-def test_a_run_whose_cancelling_was_written_as_it_began_is_canceled(runs: Runs) -> None:
-    """Dagster's event of a run's begin takes back that it is being canceled."""
-    run = runs.create("wait")
-    runs.launch_created(run)
-    runs.instance.report_run_canceling(runs.run(run.run_id))
-    assert runs.launcher.terminate(run.run_id)
-    assert runs.end_of(run.run_id, seconds=20) is dg.DagsterRunStatus.CANCELED, runs.messages(run.run_id)
+def test_a_run_that_is_canceled_while_its_code_is_imported_is_canceled(runs: Runs, tmp_path: Path) -> None:
+    """Dagster has looked at it by then, and its event of the run's begin takes back that it is being canceled."""
+    file = tmp_path / "slow.py"
+    file.write_text(_SLOW)
+    with opened(runs.home, file_target(file), "slow") as slow:
+        (tmp_path / "hold").touch()
+        run_id = slow.launch("quick", op={"seconds": 0})
+        wait_until((tmp_path / "importing").exists, "a worker imports the code")
+        assert slow.launcher.terminate(run_id)
+        (tmp_path / "hold").unlink()
+        assert slow.end_of(run_id, seconds=20) is dg.DagsterRunStatus.CANCELED, slow.messages(run_id)
+        assert slow.times(run_id, dg.DagsterEventType.RUN_FAILURE) == 0
+        assert slow.times(run_id, dg.DagsterEventType.STEP_SUCCESS) == 0
