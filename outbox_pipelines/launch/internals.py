@@ -28,6 +28,7 @@ from dagster._core.remote_origin import (
     RemoteRepositoryOrigin,
 )
 from dagster._core.storage.base_storage import DagsterStorage
+from dagster._core.storage.event_log.schema import SqlEventLogStorageTable
 from dagster._core.storage.tags import GRPC_INFO_TAG
 from dagster._core.types.loadable_target_origin import LoadableTargetOrigin
 from dagster._serdes import ConfigurableClass, ConfigurableClassData, deserialize_value, serialize_value
@@ -89,6 +90,7 @@ __all__ = [
     "RemoteRepositoryOrigin",
     "RepositoryPythonOrigin",
     "RunLauncher",
+    "SqlEventLogStorageTable",
     "StringSource",
     "UserConfigSchema",
     "WorkerStatus",
