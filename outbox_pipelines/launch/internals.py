@@ -15,7 +15,7 @@ from dagster._cli.api import _execute_run_command_body as execute_run
 from dagster._config import Array, BoolSource, Field, IntSource, Noneable, Permissive, StringSource
 from dagster._config.config_schema import UserConfigSchema
 from dagster._core.code_pointer import CodePointer
-from dagster._core.events import ASSET_CHECK_EVENTS, ASSET_EVENTS
+from dagster._core.events import ASSET_CHECK_EVENTS, ASSET_EVENTS, EngineEventData
 from dagster._core.instance.ref import InstanceRef
 from dagster._core.launcher import CheckRunHealthResult, LaunchRunContext, RunLauncher, WorkerStatus
 from dagster._core.launcher.default_run_launcher import DefaultRunLauncher
@@ -29,9 +29,11 @@ from dagster._core.remote_origin import (
 )
 from dagster._core.storage.base_storage import DagsterStorage
 from dagster._core.storage.event_log.schema import SqlEventLogStorageTable
-from dagster._core.storage.tags import GRPC_INFO_TAG
+from dagster._core.storage.tags import GRPC_INFO_TAG, RUN_METRIC_TAGS
 from dagster._core.types.loadable_target_origin import LoadableTargetOrigin
+from dagster._grpc.impl import core_execute_run
 from dagster._serdes import ConfigurableClass, ConfigurableClassData, deserialize_value, serialize_value
+from dagster._utils.hosted_user_process import recon_job_from_origin
 from dagster._utils.interrupts import capture_interrupts
 from dagster_postgres.event_log import PostgresEventLogStorage
 from dagster_postgres.run_storage import PostgresRunStorage
@@ -63,6 +65,7 @@ __all__ = [
     "DAGSTER_VERSION",
     "GRPC_INFO_TAG",
     "LOG_RECORD_METADATA_ATTR",
+    "RUN_METRIC_TAGS",
     "Array",
     "BoolSource",
     "CheckRunHealthResult",
@@ -72,6 +75,7 @@ __all__ = [
     "DagsterPostgresStorage",
     "DagsterStorage",
     "DefaultRunLauncher",
+    "EngineEventData",
     "EventLogEntry",
     "Field",
     "GrpcServerCodeLocationOrigin",
@@ -95,11 +99,13 @@ __all__ = [
     "UserConfigSchema",
     "WorkerStatus",
     "capture_interrupts",
+    "core_execute_run",
     "deserialize_value",
     "execute_run",
     "give_tokens",
     "pg_config",
     "pg_url_from_config",
+    "recon_job_from_origin",
     "serialize_value",
     "set_pg_statement_timeout",
     "token_provider_of",

@@ -12,22 +12,26 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import coloredlogs
-from dagster import DagsterEvent, DagsterEventType, DagsterInstance, DagsterRunStatus
+from dagster import DagsterEvent, DagsterEventType, DagsterInstance, DagsterRun, DagsterRunStatus
 
 from outbox_pipelines.launch.ends import ENDS, keep_canceling, settle_persistently
 from outbox_pipelines.launch.folder import Folder
 from outbox_pipelines.launch.internals import (
     GRPC_INFO_TAG,
     LOG_RECORD_METADATA_ATTR,
+    RUN_METRIC_TAGS,
+    EngineEventData,
     InstanceRef,
     capture_interrupts,
+    core_execute_run,
     deserialize_value,
     execute_run,
+    recon_job_from_origin,
 )
 
 _logger = logging.getLogger(__name__)
@@ -221,7 +225,7 @@ def execute(instance: DagsterInstance, run_id: str) -> None:
                 # Deleted, done, or at work elsewhere: Dagster's own launcher has those with this tag.
                 return
             if run.status is not DagsterRunStatus.CANCELING:
-                execute_run(run_id, instance, watch, set_exit_code_on_failure=False)
+                _execute_as_dagster_does(instance, run, watch)
         except Exception as error:  # told in the run, whatever it is
             _logger.exception("run %s", run_id)
             problem = f"it ended with {type(error).__name__} outside of the run's steps"
@@ -230,6 +234,25 @@ def execute(instance: DagsterInstance, run_id: str) -> None:
     if not ended:
         why = problem or ("it stopped without an end" if began else "it had not begun")
         settle_persistently(instance, run_id, why, begun_here=began)
+
+
+def _execute_as_dagster_does(instance: DagsterInstance, run: DagsterRun, watch: Callable[[DagsterEvent], None]) -> None:
+    """Execute the run as Dagster's own worker process does; the run's failure is no error here.
+
+    That process's function is called where it does more than the rest: it watches a run that asks for it
+    by a tag. For all others it would read the run once more and say at the end that the process ends.
+    """
+    if instance.should_start_background_run_thread or not run.tags.keys().isdisjoint(RUN_METRIC_TAGS):
+        execute_run(run.run_id, instance, watch, set_exit_code_on_failure=False)
+        return
+    assert run.job_code_origin is not None
+    job = recon_job_from_origin(run.job_code_origin)
+    pid = os.getpid()
+    instance.report_engine_event(f"Started process for run (pid: {pid}).", run, EngineEventData.in_process(pid))
+    # What fails, a SystemExit for example, has been written into the run when it comes out here.
+    with contextlib.suppress(BaseException):
+        for event in core_execute_run(job, run, instance, inject_env_vars=True):
+            watch(event)
 
 
 class _CanceledBefore(Exception):

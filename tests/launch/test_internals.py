@@ -42,6 +42,13 @@ def test_the_installed_release_is_a_tested_one() -> None:
 def test_executing_a_run_tells_each_event_and_swallows_the_failure_of_the_run() -> None:
     parameters = list(inspect.signature(internals.execute_run).parameters)
     assert parameters == ["run_id", "instance", "write_stream_fn", "set_exit_code_on_failure"]
+    parameters = list(inspect.signature(internals.core_execute_run).parameters)
+    assert parameters[:4] == ["recon_job", "dagster_run", "instance", "inject_env_vars"]
+    assert inspect.isgeneratorfunction(internals.core_execute_run)
+    assert list(inspect.signature(internals.recon_job_from_origin).parameters) == ["origin"]
+    assert internals.EngineEventData.in_process(7).metadata["pid"].text == "7"
+    assert set(map(type, internals.RUN_METRIC_TAGS)) == {str}
+    assert dg.DagsterInstance.should_start_background_run_thread.fget is not None  # type: ignore[attr-defined]
 
 
 def test_an_instance_travels_as_a_text(tmp_path: Path) -> None:
