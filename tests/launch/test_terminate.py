@@ -27,11 +27,17 @@ import time
 from pathlib import Path
 
 import dagster as dg
+from dagster._core.execution.retries import RetryMode
+from dagster._core.executor.in_process import InProcessExecutor
 
-here = Path(__file__).parent
-while (here / "hold").exists():
-    (here / "importing").touch()
-    time.sleep(0.02)
+
+def pass_by(place):
+    while (Path(__file__).parent / f"hold {place}").exists():
+        (Path(__file__).parent / f"at {place}").touch()
+        time.sleep(0.02)
+
+
+pass_by("import")
 
 
 class Told(dg.Config):
@@ -43,7 +49,13 @@ def quick_op(config: Told):
     pass
 
 
-@dg.job(executor_def=dg.in_process_executor)
+@dg.executor(name="slow")
+def slow_executor(context):
+    pass_by("executor")
+    return InProcessExecutor(RetryMode.DISABLED)
+
+
+@dg.job(executor_def=slow_executor)
 def quick():
     quick_op()
 
@@ -166,16 +178,19 @@ def test_a_run_is_canceled_once_however_often_it_is_asked_for(runs: Runs, tmp_pa
     assert not runs.launcher.terminate(run_id)
 
 
-def test_a_run_that_is_canceled_while_its_code_is_imported_is_canceled(runs: Runs, tmp_path: Path) -> None:
-    """Dagster has looked at it by then, and its event of the run's begin takes back that it is being canceled."""
+@pytest.mark.parametrize("place", ["import", "executor"])
+def test_a_run_that_is_canceled_as_it_is_about_to_begin_is_canceled_and_not_failed(
+    runs: Runs, tmp_path: Path, place: str
+) -> None:
+    """Before Dagster looks at it for the last time, and after; its event of the begin takes back the canceling."""
     file = tmp_path / "slow.py"
     file.write_text(_SLOW)
     with opened(runs.home, file_target(file), "slow") as slow:
-        (tmp_path / "hold").touch()
+        (tmp_path / f"hold {place}").touch()
         run_id = slow.launch("quick", op={"seconds": 0})
-        wait_until((tmp_path / "importing").exists, "a worker imports the code")
+        wait_until((tmp_path / f"at {place}").exists, "a worker is about to begin the run")
         assert slow.launcher.terminate(run_id)
-        (tmp_path / "hold").unlink()
+        (tmp_path / f"hold {place}").unlink()
         assert slow.end_of(run_id, seconds=20) is dg.DagsterRunStatus.CANCELED, slow.messages(run_id)
         assert slow.times(run_id, dg.DagsterEventType.RUN_FAILURE) == 0
         assert slow.times(run_id, dg.DagsterEventType.STEP_SUCCESS) == 0
