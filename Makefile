@@ -6,7 +6,7 @@ BIN := .venv/bin
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo dev test check format bench bench-runs proto docs constraints clean
+.PHONY: help install demo dev test test-oldest check format bench bench-runs proto docs constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -30,6 +30,19 @@ dev: .venv/installed ## Run database, ML service, webserver and daemon until Ctr
 
 test: .venv/installed ## Run the tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+# The launcher uses names of Dagster that no release promises to keep: its tests are also run with the oldest one.
+test-oldest: .venv-oldest/installed ## Run the launcher's tests with the oldest Dagster that it supports
+	@.venv-oldest/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/launch --deselect tests/launch/test_many_runs.py $(ARGS)
+
+.venv-oldest/installed: pyproject.toml constraints.txt
+	@echo "installing into .venv-oldest …"
+	@$(PYTHON) -m venv --clear .venv-oldest
+	@grep -v '^dagster' constraints.txt > .venv-oldest/constraints.txt
+	@.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint .venv-oldest/constraints.txt --editable '.[dev]' \
+	  'dagster==1.13.0' 'dagster-graphql==1.13.0' 'dagster-webserver==1.13.0' 'dagster-postgres==0.29.0'
+	@touch .venv-oldest/installed
 
 check: .venv/installed ## Lint, types, the direction of imports, generated files
 	$(BIN)/ruff check .
@@ -68,4 +81,4 @@ constraints: ## Pin the newest versions that fit, in a fresh environment
 	@rm -rf .tmp-venv
 
 clean: ## Remove the environment and what the demo left
-	@rm -rf .venv .outbox build dist .tmp-venv
+	@rm -rf .venv .venv-oldest .outbox build dist .tmp-venv
