@@ -112,7 +112,7 @@ __all__ = [
 ]
 
 OLDEST_TESTED = "1.13.0"
-NEWEST_TESTED = "1.13.29"
+NEWEST_TESTED = "1.13.27"
 """Releases of Dagster that CI runs the tests of this part with; those between are taken to be as good."""
 
 

@@ -123,14 +123,17 @@ class Zygote:
 
     def _take_over(self) -> None:
         """Take over what a launcher before left."""
+        holders = {holder.run_id: holder.pid for holder in self._folder.runs()}
         for path, request in self._folder.waiting():
-            number = path.name.partition("-")[0]
-            if not (number.isdigit() and _is_whole(request)):
-                # Of another version, perhaps; whoever can do something with it finds it where it is.
-                _logger.warning("%s: this is no run that can be started", path)
+            self._number = int(path.name.partition("-")[0])
+            run_id = str(request["run_id"])
+            if run_id in holders and (holders[run_id] or self._folder.is_held(run_id)):
+                # It was begun, and that launcher had no time to say so: one of the orphans.
+                path.unlink(missing_ok=True)
                 continue
+            # With a lock file that names nobody, that launcher was about to fork.
+            self._folder.forget_run(run_id)
             self._waiting.append(_Waiting(request, path))
-            self._number = int(number)
         self._orphans = Orphans(self._folder, self._options.kill_grace_seconds)
         if self._waiting or self._orphans.pids():
             _logger.info(

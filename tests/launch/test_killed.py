@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ import psutil
 import pytest
 from dagster._core.workspace.load_target import WorkspaceLoadTarget
 
+from outbox_pipelines.launch.internals import serialize_value
 from tests.launch.conftest import Home, MakeHome, Runs, opened, wait_until, wait_until_gone
 
 # The tests of a process share its launchers.
@@ -195,3 +198,29 @@ def test_a_launcher_that_is_killed_again_and_again_loses_no_run_and_begins_none_
         for run_id in ids:
             assert runs.end_of(run_id) is dg.DagsterRunStatus.SUCCESS, runs.messages(run_id)
             assert runs.times(run_id, dg.DagsterEventType.RUN_START) == 1
+
+
+@pytest.mark.parametrize(("names_a_worker", "end"), [(False, "SUCCESS"), (True, "FAILURE")])
+def test_a_run_that_both_waits_and_has_a_lock_file_is_begun_unless_it_was_begun_before(
+    make_home: MakeHome, code_server: WorkspaceLoadTarget, names_a_worker: bool, end: str
+) -> None:
+    # What a launcher leaves that is killed just before its fork, and just after it.
+    home = make_home()
+    with opened(home, code_server) as left:
+        run = left.create("say")
+        assert run.job_code_origin is not None
+        request = {"run_id": run.run_id, "mode": "fork", "key": "", "cwd": os.getcwd()}
+        request["python"] = run.job_code_origin.repository_origin.executable_path
+        request["instance_ref"] = serialize_value(left.instance.get_ref())
+        home.folder.keep_waiting(1, request)
+        lock = home.folder.hold_run(run.run_id)
+        assert lock is not None
+        if names_a_worker:
+            gone = subprocess.Popen([sys.executable, "-c", ""])
+            gone.wait()
+            home.folder.name_holder(lock, gone.pid)
+        os.close(lock)
+        home.start_launcher()
+        assert left.end_of(run.run_id).value == end, left.messages(run.run_id)
+        wait_until(lambda: not list(home.folder.runs()), "nothing of it is left")
+        assert home.status()["waiting"] == []

@@ -16,6 +16,8 @@ from sqlalchemy import create_engine, text
 
 from outbox_pipelines.database.embedded import EmbeddedServer
 from outbox_pipelines.database.url import render
+from outbox_pipelines.launch.internals import serialize_value
+from outbox_pipelines.launch.protocol import ask
 from tests.launch.conftest import MakeHome, Runs, made_storage, opened, wait_until, wait_until_gone
 
 pytestmark = pytest.mark.xdist_group("launcher_storage_away")
@@ -118,19 +120,26 @@ def test_a_run_whose_events_meet_a_short_outage_succeeds(frail: Frail, tmp_path:
     wait_until_gone(worker)
 
 
-def test_a_run_that_finds_no_server_as_it_begins_gets_an_end_when_it_is_back(frail: Frail, tmp_path: Path) -> None:
+def test_a_run_that_finds_no_server_as_it_begins_gets_an_end_when_it_is_back(frail: Frail) -> None:
     home = frail.runs.home
-    # The launcher works on one run for each core in its first seconds: the last one waits, and begins in the outage.
-    begun = [frail.runs.launch("gate", op={"folder": str(tmp_path)}) for _ in range(os.cpu_count() or 2)]
-    waiting = frail.runs.launch("say")
-    assert home.status()["waiting"] == [waiting]
+    run = frail.runs.create("say")
+    assert run.job_code_origin is not None
+    request = {
+        "ask": "launch",
+        "run_id": run.run_id,
+        "mode": "fork",
+        "key": "",
+        "python": run.job_code_origin.repository_origin.executable_path,
+        "cwd": os.getcwd(),
+        "instance_ref": serialize_value(frail.runs.instance.get_ref()),
+    }
     with frail.away():
-        told = f"run {waiting}: its end cannot be written yet"
+        # What the daemon asks of the launcher once it has written that the run is launched.
+        assert ask(home.folder.socket_path, request) == {"accepted": True}
+        told = f"run {run.run_id}: its end cannot be written yet"
         wait_until(lambda: told in home.log.read_text(), "it is tried in vain")
-    assert frail.runs.end_of(waiting, seconds=30) is dg.DagsterRunStatus.FAILURE
-    assert "it ended with DagsterPostgresException outside of the run's steps" in frail.runs.messages(waiting)
-    (tmp_path / "open").touch()
-    assert all(frail.runs.end_of(run_id) for run_id in begun)
+    assert frail.runs.end_of(run.run_id, seconds=30) is dg.DagsterRunStatus.FAILURE
+    assert "it ended with DagsterPostgresException outside of the run's steps" in frail.runs.messages(run.run_id)
 
 
 def test_a_launcher_starts_though_the_server_is_away(frail: Frail) -> None:
