@@ -55,6 +55,7 @@ def test_a_run_that_is_launched_many_times_at_once_is_executed_once(runs: Runs) 
     wait_until(lambda: not runs.home.status()["running"] + runs.home.status()["waiting"], "nothing is left to do")
     assert runs.times(run.run_id, dg.DagsterEventType.RUN_START) == 1
     assert runs.run(run.run_id).status is dg.DagsterRunStatus.SUCCESS
+    assert f"run {run.run_id}:" not in runs.home.log.read_text(), "it was taken for a run of another launcher's"
 
 
 def test_a_run_that_is_over_is_not_executed_again(runs: Runs, tmp_path: Path) -> None:
@@ -161,7 +162,9 @@ def test_a_request_of_any_usual_size_is_heard(runs: Runs) -> None:
 
 
 def test_a_request_without_an_end_is_hung_up_on(runs: Runs) -> None:
+    began = time.monotonic()
     assert say(runs, b"x" * (LONGEST_LINE + 100_000)) == b""
+    assert time.monotonic() - began < 8, "it was dropped for its silence"
     assert_serves(runs)
 
 
