@@ -27,10 +27,10 @@ def test_a_thousand_runs_in_a_row_keep_memory_descriptors_and_sessions_flat(
         _execute(runs, RUNS - RUNS // 10)
         after = _what_it_holds(launcher, home)
         assert runs.instance.get_runs_count(dg.RunsFilter(statuses=[dg.DagsterRunStatus.SUCCESS])) == RUNS
-    memory, *counts = after
-    assert counts == before[1:]
+    (memory, *counts), (memory_before, *counts_before) = after, before
+    assert counts == counts_before
     # One run more of memory for each thousand would be some 100 MB.
-    assert memory - before[0] < 10 * 1024 * 1024
+    assert memory - memory_before < 10 * 1024 * 1024
     # A session for each run's process, one for what is asked beside it at a time, and those of this process.
     assert _sessions(home) <= 2 * RUNS
     assert list((home.path / "warm_runs" / "running").iterdir()) == []
