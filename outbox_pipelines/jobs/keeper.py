@@ -61,6 +61,7 @@ class LeaseKeeper:
         self._process: subprocess.Popen[bytes] | None = None
         self._question: _Question | None = None
         self._ticked_at = 0.0
+        self._started_at = 0.0
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -173,6 +174,7 @@ class LeaseKeeper:
     # All below with the lock held, but for the reading thread.
 
     def _start(self) -> None:
+        self._started_at = time.monotonic()
         # With -P: a module of the working folder must not stand in for one of the library.
         command = [sys.executable, "-P", "-c", _RUN, _ROOT]
         if self._delay:
@@ -254,8 +256,10 @@ class LeaseKeeper:
             if self._closed or self._process is not process:
                 return
             _logger.warning("the lease keeper ended with code %s and is started again", code)
-            # Not at once, should it end at once again.
-        time.sleep(_TICK_SECONDS)
+            early = time.monotonic() < self._started_at + _FULL_SECONDS
+        if early:
+            # It may end at once again.
+            time.sleep(_TICK_SECONDS)
         with self._lock:
             if not self._closed:
                 self._delay = 0.0

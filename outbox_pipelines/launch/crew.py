@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from dagster import DagsterInstance
@@ -342,7 +343,7 @@ class Crew:
             def write(run_id: str = run_id, instance_ref: str = instance_ref, why: str = why) -> NoReturn:
                 os.setsid()
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, MASKED)
-                settle_persistently(open_instance(instance_ref, self._instances), run_id, why)
+                settle_persistently(partial(open_instance, instance_ref, self._instances), run_id, why)
                 os._exit(0)
 
             try:

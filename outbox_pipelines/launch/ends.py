@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 
 from dagster import DagsterEventType, DagsterInstance, DagsterRunStatus
 
@@ -43,8 +44,13 @@ def settle(instance: DagsterInstance, run_id: str, why: str, *, begun_here: bool
         instance.report_run_failed(run, f"The run ended with its process: {why}.")
 
 
-def settle_persistently(instance: DagsterInstance, run_id: str, why: str, *, begun_here: bool = True) -> None:
+def settle_persistently(
+    opened: Callable[[], DagsterInstance], run_id: str, why: str, *, begun_here: bool = True
+) -> None:
     """Do as :func:`settle` says, again and again for a quarter of an hour while the storage cannot be reached.
+
+    Args:
+        opened: gives the instance; to open one may need the storage as well.
 
     Raises:
         Exception: the storage's last error, after that time.
@@ -53,7 +59,7 @@ def settle_persistently(instance: DagsterInstance, run_id: str, why: str, *, beg
     pause = _FIRST_PAUSE_SECONDS
     while True:
         try:
-            settle(instance, run_id, why, begun_here=begun_here)
+            settle(opened(), run_id, why, begun_here=begun_here)
             return
         except Exception as error:  # any storage may be configured: its errors are its own
             if time.monotonic() + pause > ends_at:

@@ -98,16 +98,22 @@ class Folder:
             raise
         return path
 
-    def waiting(self) -> list[tuple[Path, dict[str, Any]]]:
-        """The runs that an earlier launcher accepted and did not start, in their order."""
-        found = []
+    def waiting(self) -> list[tuple[Path, int, object]]:
+        """What an earlier launcher accepted and did not start, in its order.
+
+        Returns:
+            each file, its number and what was asked; ``None`` for a file that cannot be read as such.
+        """
+        found: list[tuple[Path, int, object]] = []
         for path in sorted(self._waiting.iterdir()):
             if path.name.startswith("."):
                 # Half written: whoever asked was told nothing.
                 path.unlink(missing_ok=True)
                 continue
-            with suppress(OSError, ValueError):
-                found.append((path, json.loads(path.read_text())))
+            try:
+                found.append((path, int(path.name.partition("-")[0]), json.loads(path.read_text())))
+            except (OSError, ValueError):
+                found.append((path, 0, None))
         return found
 
     # Runs that go on

@@ -39,7 +39,7 @@ from dagster_postgres.event_log import PostgresEventLogStorage
 from dagster_postgres.run_storage import PostgresRunStorage
 from dagster_postgres.schedule_storage import PostgresScheduleStorage
 from dagster_postgres.storage import DagsterPostgresStorage
-from dagster_postgres.utils import pg_config, pg_url_from_config, set_pg_statement_timeout
+from dagster_postgres.utils import DagsterPostgresException, pg_config, pg_url_from_config, set_pg_statement_timeout
 from packaging.version import InvalidVersion, Version
 from sqlalchemy import Engine
 
@@ -72,6 +72,7 @@ __all__ = [
     "CodePointer",
     "ConfigurableClass",
     "ConfigurableClassData",
+    "DagsterPostgresException",
     "DagsterPostgresStorage",
     "DagsterStorage",
     "DefaultRunLauncher",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from dagster import DagsterInstance, DagsterRun
+from dagster import DagsterInstance, DagsterRun, DagsterRunStatus
 
 from outbox_pipelines.launch.ends import end_canceling
 from outbox_pipelines.launch.folder import Folder, NotPrivate
@@ -109,7 +109,9 @@ class WarmRunLauncher(RunLauncher, ConfigurableClass):
             return False
         if GRPC_INFO_TAG in run.tags:
             return bool(self._stock.terminate(run_id))  # type: ignore[no-untyped-call]
-        self._instance.report_run_canceling(run)
+        if run.status is not DagsterRunStatus.CANCELING:
+            # Said twice, it could be said after the run's end, and take that back.
+            self._instance.report_run_canceling(run)
         try:
             found = self._ask({"ask": "terminate", "run_id": run_id})["found"]
         except (LauncherSilent, NotPrivate) as reason:

@@ -10,11 +10,14 @@ trace there: all its statements are in one transaction, which is rolled back.
 import logging
 import signal
 import sys
+import time
 
 import dagster as dg
+from sqlalchemy.exc import OperationalError
 
 from outbox_pipelines.launch.internals import (
     CodePointer,
+    DagsterPostgresException,
     GrpcServerCodeLocationOrigin,
     InstanceRef,
     JobPythonOrigin,
@@ -33,18 +36,35 @@ from outbox_pipelines.launch.worker import STOP_SIGNALS, execute
 _logger = logging.getLogger(__name__)
 
 
+_RETRY_SECONDS = 1.0
+
+
 def rehearse(instance_ref: str) -> dict[str, dg.DagsterInstance]:
-    """Execute the run; a failure costs speed only, and is logged.
+    """Execute the run, as soon as the instance's storage can be reached; another failure costs speed only.
 
     Returns:
         the opened instance by its reference, for forks to use: it has looked up what it looks
         up once. Nothing when the storage is not the pooled one: other storages may not survive a fork.
     """
-    opened: dict[str, dg.DagsterInstance] = {}
+    waits = False
+    while True:
+        opened: dict[str, dg.DagsterInstance] = {}
+        problem = _rehearse(instance_ref, opened)
+        if not isinstance(problem, DagsterPostgresException | OperationalError):
+            break
+        if not waits:
+            _logger.warning("waiting for Dagster's storage, which cannot be reached (%s)", type(problem).__name__)
+            waits = True
+        time.sleep(_RETRY_SECONDS)
+    if problem is not None:
+        _logger.warning("runs will be slower: the rehearsal failed (%s)", type(problem).__name__)
+    return opened
+
+
+def _rehearse(instance_ref: str, opened: dict[str, dg.DagsterInstance]) -> Exception | None:
     before = logging.root.manager.disable
     # Its events would be told on stderr as those of a real run.
     logging.disable(logging.CRITICAL)
-    problem: Exception | None = None
     try:
         with dg.DagsterInstance.ephemeral() as memory:
             _execute_in(memory)
@@ -53,19 +73,17 @@ def rehearse(instance_ref: str) -> dict[str, dg.DagsterInstance]:
             opened[instance_ref] = instance
             with rolled_back():
                 _execute_in(instance)
-    except Exception as error:  # the storage may be away, or be of any kind; runs report their own failures
-        problem = error
+    except Exception as error:  # any storage may be configured; runs report their own failures
+        return error
     finally:
         logging.disable(before)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    if problem is not None:
-        _logger.warning("the first runs will be slower: the rehearsal failed (%s)", type(problem).__name__)
-    return opened
+    return None
 
 
 def _execute_in(instance: dg.DagsterInstance) -> None:
     run = instance.create_run_for_job(rehearsal_job, job_code_origin=_code(), remote_job_origin=_asked_for_at())
-    execute(instance, run.run_id)
+    execute(lambda: instance, run.run_id)
     ended = instance.get_run_by_id(run.run_id)
     if ended is None or not ended.is_success:
         raise RuntimeError("the rehearsal did not succeed")

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import coloredlogs
@@ -183,7 +184,7 @@ def _work(
         if request.get("cwd"):
             with contextlib.suppress(OSError):
                 os.chdir(request["cwd"])
-        execute(open_instance(request["instance_ref"], instances), request["run_id"])
+        execute(partial(open_instance, request["instance_ref"], instances), request["run_id"])
         folder.forget_run(request["run_id"])
         os.close(lock)
         _tell(control, done=request["run_id"])
@@ -202,8 +203,12 @@ def _work(
         folder.name_holder(lock, os.getpid())
 
 
-def execute(instance: DagsterInstance, run_id: str) -> None:
-    """Execute a run in this process and see to it that it has an end; leaves :data:`STOP_SIGNALS` blocked."""
+def execute(opened: Callable[[], DagsterInstance], run_id: str) -> None:
+    """Execute a run in this process and see to it that it has an end; leaves :data:`STOP_SIGNALS` blocked.
+
+    Args:
+        opened: gives the instance, as often as it is asked.
+    """
     began = ended = False
 
     def watch(event: DagsterEvent) -> None:
@@ -220,6 +225,7 @@ def execute(instance: DagsterInstance, run_id: str) -> None:
     with capture_interrupts():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
+            instance = opened()
             run = instance.get_run_by_id(run_id)
             if run is None or GRPC_INFO_TAG in run.tags or run.status not in _TO_DO:
                 # Deleted, done, or at work elsewhere: Dagster's own launcher has those with this tag.
@@ -233,7 +239,7 @@ def execute(instance: DagsterInstance, run_id: str) -> None:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     if not ended:
         why = problem or ("it stopped without an end" if began else "it had not begun")
-        settle_persistently(instance, run_id, why, begun_here=began)
+        settle_persistently(opened, run_id, why, begun_here=began)
 
 
 def _execute_as_dagster_does(instance: DagsterInstance, run: DagsterRun, watch: Callable[[DagsterEvent], None]) -> None:

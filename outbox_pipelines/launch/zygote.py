@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from dagster import DagsterInstance
 
@@ -124,9 +124,14 @@ class Zygote:
     def _take_over(self) -> None:
         """Take over what a launcher before left."""
         holders = {holder.run_id: holder.pid for holder in self._folder.runs()}
-        for path, request in self._folder.waiting():
-            self._number = int(path.name.partition("-")[0])
-            run_id = str(request["run_id"])
+        for path, number, request in self._folder.waiting():
+            if not _is_whole(request):
+                # Of another version, or cut off by a full disk. Run monitoring finds the run.
+                _logger.warning("%s: this is no run that can be started; it is removed", path)
+                path.unlink(missing_ok=True)
+                continue
+            self._number = number
+            run_id = request["run_id"]
             if run_id in holders and (holders[run_id] or self._folder.is_held(run_id)):
                 # It was begun, and that launcher had no time to say so: one of the orphans.
                 path.unlink(missing_ok=True)
@@ -294,7 +299,7 @@ class Zygote:
                 self._crew.undertake(run_id, self._instance_ref, why)
 
 
-def _is_whole(request: object) -> bool:
+def _is_whole(request: object) -> TypeGuard[dict[str, Any]]:
     """Whether this is a run that a worker can be given: one that lacks something must not end the launcher."""
     return (
         isinstance(request, dict)

@@ -46,18 +46,19 @@ def keeper(engine: Engine, settings: Settings, database_url: str) -> Iterator[Le
 class Hold:
     """A message held by a runner in a thread of this process, until its handler is let go."""
 
-    def __init__(self, engine: Engine, keeper: LeaseKeeper, message_id: int) -> None:
+    def __init__(self, engine: Engine, keeper: LeaseKeeper, message_id: int, *, lease: float = 10) -> None:
         self.begun, self.let_go = threading.Event(), threading.Event()
         self.stopped_at: float | None = None
         self.report: Report | NotClaimed | None = None
         self._runner = Runner(engine, keeper, holder="holder")
         self._message_id = message_id
+        self._lease = lease
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
         assert self.begun.wait(30)
 
     def _run(self) -> None:
-        kind = a_kind(handler=self._handle)
+        kind = a_kind(handler=self._handle, lease=self._lease)
         self.report = self._runner.run(kind, self._message_id, on_progress=lambda _step, _fraction: None)
 
     def _handle(self, job: JobContext) -> None:
@@ -168,13 +169,12 @@ def test_a_worker_cut_off_for_longer_than_its_lease_stops_its_work_and_cannot_co
 
 def test_a_keeper_that_is_killed_is_started_again_before_the_lease_ends(engine: Engine, keeper: LeaseKeeper) -> None:
     message_id = enqueue(engine)
-    hold = Hold(engine, keeper, message_id)
+    hold = Hold(engine, keeper, message_id, lease=20)
     first = keeper.pid
     assert first is not None
-    # Just before its first heartbeat.
-    until_held_no_more_than(engine, message_id, lambda: row(engine, message_id).seconds_left < 5.4)
     os.kill(first, signal.SIGKILL)
-    until_held_no_more_than(engine, message_id, lambda: row(engine, message_id).seconds_left > 9)
+    expired = row(engine, message_id).lease_expires_at
+    until_held_no_more_than(engine, message_id, lambda: row(engine, message_id).lease_expires_at > expired)
     assert keeper.pid not in {None, first}
     assert hold.end().outcome is AttemptOutcome.SUCCEEDED
 

@@ -51,20 +51,20 @@ def started_stack(server_url: str, ml: ScriptedService, home: Path, name: str) -
         )
         with running_stack(settings, say=print, log=lambda _line: None, port=free_port()) as running:
             yield running
-            children = psutil.Process().children(recursive=True)
-        ours = [child for child in children if any(name in _command(child) for name in _NAMES)]
+            ours = [process for process in psutil.process_iter() if _outbox_home(process) == str(home)]
+            assert len(ours) >= len(_PARTS), "the stack's processes are not recognized"
         _, alive = psutil.wait_procs(ours, timeout=10)
         assert alive == [], "processes were left behind"
 
 
-_NAMES = ("dagster", "outbox_pipelines.launch")
+_PARTS = ("launcher", "code server", "webserver", "daemon")
 
 
-def _command(process: psutil.Process) -> str:
+def _outbox_home(process: psutil.Process) -> str | None:
     try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
+        return process.environ().get("OUTBOX_HOME")
+    except psutil.Error:
+        return None
 
 
 @pytest.fixture
