@@ -16,6 +16,8 @@ ENDS = frozenset({DagsterEventType.RUN_SUCCESS, DagsterEventType.RUN_FAILURE, Da
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 10.0
 _PATIENCE_SECONDS = 15 * 60.0
+_STATUS_SECONDS = 1.0
+"""How long after the event of its end a run's status is sure to be written: by the next statement."""
 
 _HINTS = {
     "SIGKILL": ", which the kernel does when memory runs out, and people do",
@@ -84,13 +86,20 @@ def end_canceling(instance: DagsterInstance, run_id: str) -> bool:
     """Give a run its end that is CANCELING though it has ended: the request to cancel was written after its end.
 
     Returns:
-        whether it was so.
+        whether it is CANCELED now, be it that its worker saw the request by itself.
     """
-    run = instance.get_run_by_id(run_id)
-    if run is None or run.status is not DagsterRunStatus.CANCELING or not _has_event(instance, run_id, ENDS):
-        return False
-    instance.report_run_canceled(run, "The run ended as it was being canceled.")
-    return True
+    ends_at = time.monotonic() + _STATUS_SECONDS
+    while True:
+        run = instance.get_run_by_id(run_id)
+        if run is not None and run.status is DagsterRunStatus.CANCELED:
+            return True
+        if run is None or run.status is not DagsterRunStatus.CANCELING or not _has_event(instance, run_id, ENDS):
+            return False
+        if time.monotonic() > ends_at:
+            instance.report_run_canceled(run, "The run ended as it was being canceled.")
+            return True
+        # Its worker may be between the two.
+        time.sleep(_STATUS_SECONDS / 10)
 
 
 def _has_event(instance: DagsterInstance, run_id: str, kinds: frozenset[DagsterEventType]) -> bool:

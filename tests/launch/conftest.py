@@ -22,6 +22,7 @@ from dagster._core.workspace.context import WorkspaceProcessContext
 from dagster._core.workspace.load_target import GrpcServerTarget, PythonFileTarget, WorkspaceLoadTarget
 
 from outbox_pipelines.launch.folder import Folder
+from outbox_pipelines.launch.internals import serialize_value
 from outbox_pipelines.launch.launcher import WarmRunLauncher
 from outbox_pipelines.launch.protocol import LauncherSilent, ask
 from tests.conftest import made_database
@@ -233,6 +234,20 @@ class Runs:
     def launch_created(self, run: dg.DagsterRun) -> None:
         """Launch a run as the daemon does."""
         self.instance.launch_run(run.run_id, self.workspace.create_request_context())
+
+    def hand_over(self, run: dg.DagsterRun) -> None:
+        """Give a run to the launcher's process, as the launcher does once it is written that the run is launched."""
+        assert run.job_code_origin is not None
+        request = {
+            "ask": "launch",
+            "run_id": run.run_id,
+            "mode": "fork",
+            "key": "",
+            "python": run.job_code_origin.repository_origin.executable_path,
+            "cwd": os.getcwd(),
+            "instance_ref": serialize_value(self.instance.get_ref()),
+        }
+        assert ask(self.home.folder.socket_path, request) == {"accepted": True}
 
     def begin(self, job_name: str, folder: Path, *, tags: Mapping[str, str] | None = None, seconds: float = 0) -> str:
         """Launch a run of a job that leaves a file, and wait until it is in the middle; returns its id."""

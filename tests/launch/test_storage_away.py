@@ -16,8 +16,6 @@ from sqlalchemy import create_engine, text
 
 from outbox_pipelines.database.embedded import EmbeddedServer
 from outbox_pipelines.database.url import render
-from outbox_pipelines.launch.internals import serialize_value
-from outbox_pipelines.launch.protocol import ask
 from tests.launch.conftest import MakeHome, Runs, made_storage, opened, wait_until, wait_until_gone
 
 pytestmark = pytest.mark.xdist_group("launcher_storage_away")
@@ -123,19 +121,8 @@ def test_a_run_whose_events_meet_a_short_outage_succeeds(frail: Frail, tmp_path:
 def test_a_run_that_finds_no_server_as_it_begins_gets_an_end_when_it_is_back(frail: Frail) -> None:
     home = frail.runs.home
     run = frail.runs.create("say")
-    assert run.job_code_origin is not None
-    request = {
-        "ask": "launch",
-        "run_id": run.run_id,
-        "mode": "fork",
-        "key": "",
-        "python": run.job_code_origin.repository_origin.executable_path,
-        "cwd": os.getcwd(),
-        "instance_ref": serialize_value(frail.runs.instance.get_ref()),
-    }
     with frail.away():
-        # What the daemon asks of the launcher once it has written that the run is launched.
-        assert ask(home.folder.socket_path, request) == {"accepted": True}
+        frail.runs.hand_over(run)
         told = f"run {run.run_id}: its end cannot be written yet"
         wait_until(lambda: told in home.log.read_text(), "it is tried in vain")
     assert frail.runs.end_of(run.run_id, seconds=30) is dg.DagsterRunStatus.FAILURE

@@ -4,8 +4,9 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pytest
@@ -166,6 +167,24 @@ def test_a_run_that_ends_while_it_is_being_canceled_does_not_stay_canceling(runs
     runs.instance.report_run_canceling(runs.run(run_id))
     runs.launcher.terminate(run_id)
     assert runs.end_of(run_id, seconds=5) is dg.DagsterRunStatus.CANCELED
+
+
+def test_who_cancels_a_run_whose_worker_has_seen_it_already_is_told_that_it_is_canceled(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker begins, finds the run CANCELING, and ends it, all before the launcher is asked."""
+    run = runs.create("wait")
+    ask = runs.launcher._ask
+
+    def launched_first(question: Mapping[str, Any]) -> dict[str, Any]:
+        if question["ask"] == "terminate":
+            runs.hand_over(run)
+            assert runs.end_of(run.run_id) is dg.DagsterRunStatus.CANCELED
+            wait_until(lambda: not runs.is_worked_on(run.run_id), "its worker is gone")
+        return ask(question)
+
+    monkeypatch.setattr(runs.launcher, "_ask", launched_first)
+    assert runs.launcher.terminate(run.run_id)
 
 
 def test_a_run_is_canceled_once_however_often_it_is_asked_for(runs: Runs, tmp_path: Path) -> None:
