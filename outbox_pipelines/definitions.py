@@ -12,6 +12,7 @@ from outbox_pipelines.settings import Settings, load_settings
 from outbox_pipelines.training.grpc_sink import GrpcSink
 from outbox_pipelines.training.pipeline import TrainingPipeline
 from outbox_pipelines.training.sink import SinkFactory
+from outbox_pipelines.upkeep.pipeline import UpkeepPipeline
 
 # Said again whenever Dagster copies a definition; their loss would cost a label.
 warnings.filterwarnings("ignore", message="Parameter `owners`", category=dg.BetaWarning)
@@ -47,7 +48,9 @@ def build_definitions(
     database = Database(settings)
     training = TrainingPipeline(settings, database, sink or (lambda: GrpcSink(settings)))
     jobs = JobPipeline(settings, database, load_kinds(settings.kinds) if kinds is None else Kinds(kinds))
-    return dg.Definitions.merge(training.definitions(), jobs.definitions())
+    upkeep = UpkeepPipeline(settings, database)
+    return dg.Definitions.merge(training.definitions(), jobs.definitions(), upkeep.definitions())
 
 
-defs = build_definitions()
+# What is launched from an asset's page belongs to no job of ours: it, too, is one process.
+defs = dg.Definitions.merge(build_definitions(), dg.Definitions(executor=dg.in_process_executor))

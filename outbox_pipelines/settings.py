@@ -5,6 +5,7 @@ Read from environment variables named ``OUTBOX_<FIELD>`` (``batch_size`` is
 file, so a field's description is what users read.
 """
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Self
@@ -150,6 +151,38 @@ class Settings(BaseSettings):
         description="Address of the Dagster UI, for the links that commands print.",
     )
 
+    # Upkeep
+    completed_retention_days: float = Field(
+        14, ge=1, le=3650, description="Days that completed jobs are kept; a purge a day."
+    )
+    job_ledger_retention_days: float = Field(90, ge=1, le=36_500, description="Days that the ledger of attempts keeps.")
+    training_ledger_retention_days: float = Field(
+        365, ge=1, le=36_500, description="Days that the ledger of deliveries keeps."
+    )
+    dead_letter_retention_days: float = Field(
+        90, ge=1, le=36_500, description="Days that training dead letters are kept."
+    )
+    backlog_retention_days: float = Field(30, ge=1, le=3650, description="Days that backlog snapshots are kept.")
+    purge_pause_seconds: float = Field(
+        0.01, ge=0, le=60, description="Seconds between two transactions of a purge, each of 500 rows at most."
+    )
+    archive_dir: Path | None = Field(
+        None,
+        description="Folder for what a purge deletes, as Parquet files; needs the extra `archive`. Unset: not kept.",
+    )
+    training_wait_target_seconds: float = Field(
+        300, gt=0, le=31_536_000, description="Seconds that a training row may wait before a check says so."
+    )
+    training_wait_targets: dict[str, float] = Field(
+        {}, description='The same for groups of tenants, as JSON: `{"vip-*": 60}`; the first pattern that fits counts.'
+    )
+    job_wait_target_seconds: float = Field(
+        300, gt=0, le=31_536_000, description="Seconds that a due job may wait before a check says so."
+    )
+    job_wait_targets: dict[str, float] = Field(
+        {}, description='The same for kinds, as JSON: `{"makeup_exams": 60}`; the first pattern that fits counts.'
+    )
+
     # ML service
     ml_target: str = Field("127.0.0.1:50051", min_length=1, description="gRPC address of the ML service, `host:port`.")
     ml_deadline_seconds: float = Field(10, ge=0.05, le=600, description="Seconds one `TrainBatch` call may take.")
@@ -190,6 +223,11 @@ class Settings(BaseSettings):
             )
         if (self.ml_certificate_file is None) != (self.ml_private_key_file is None):
             raise ValueError("OUTBOX_ML_CERTIFICATE_FILE and OUTBOX_ML_PRIVATE_KEY_FILE are needed together")
+        if self.job_ledger_retention_days < self.completed_retention_days:
+            raise ValueError(
+                f"OUTBOX_JOB_LEDGER_RETENTION_DAYS={self.job_ledger_retention_days:g} is shorter than "
+                f"OUTBOX_COMPLETED_RETENTION_DAYS={self.completed_retention_days:g}; the ledger outlives the jobs"
+            )
         for name in ("ml_ca_file", "ml_certificate_file", "ml_private_key_file"):
             path: Path | None = getattr(self, name)
             if path is not None and not path.is_file():
@@ -209,7 +247,10 @@ def as_environment(settings: Settings) -> dict[str, str]:
         value = getattr(settings, name)
         if value is None:
             continue
-        text = value.get_secret_value() if isinstance(value, SecretStr) else str(value)
+        if isinstance(value, SecretStr):
+            text = value.get_secret_value()
+        else:
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
         values[f"OUTBOX_{name.upper()}"] = text
     return values
 

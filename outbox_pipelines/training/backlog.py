@@ -246,14 +246,61 @@ def _row_counts(connection: Connection, schemas: Sequence[str]) -> dict[str, int
     return {schema: found[place] for place, schema in enumerate(schemas)}
 
 
-def _union(connection: Connection, schemas: Sequence[str], query: str) -> dict[int, Any]:
+@dataclass(frozen=True)
+class OutboxCounts:
+    """All rows of one tenant."""
+
+    waiting: int
+    dead: int
+    """Dead letters that are kept."""
+
+    died: int
+    """Of these, those that died after the instant that was asked for."""
+
+
+def count_outboxes(engine: Engine, schemas: Sequence[str], *, died_since: datetime | None) -> dict[str, OutboxCounts]:
+    """Count all rows and dead letters, by schema; nothing for a schema that is missing or cannot be read.
+
+    Args:
+        engine: the database.
+        schemas: of the tenants.
+        died_since: count those that died after it apart.
+    """
+
+    def ask(connection: Connection, there: Sequence[str]) -> dict[str, OutboxCounts]:
+        found = _union(
+            connection,
+            there,
+            "SELECT {place}, ARRAY[(SELECT count(*) FROM {table}), count(*), "
+            "count(*) FILTER (WHERE died_at > %(since)s::timestamptz)] FROM {table}_dead",
+            {"since": died_since},
+        )
+        return {schema: OutboxCounts(*found[place]) for place, schema in enumerate(there)}
+
+    return _ask_all(engine, schemas, ask).answers
+
+
+def oldest_dead_letters(engine: Engine, schemas: Sequence[str], *, before: datetime) -> dict[str, datetime]:
+    """When the oldest dead letter died that did before an instant, by schema; nothing for those without one."""
+
+    def ask(connection: Connection, there: Sequence[str]) -> dict[str, datetime]:
+        query = "SELECT {place}, min(died_at) FROM {table}_dead WHERE died_at < %(before)s"
+        found = _union(connection, there, query, {"before": before})
+        return {schema: found[place] for place, schema in enumerate(there) if found[place] is not None}
+
+    return _ask_all(engine, schemas, ask).answers
+
+
+def _union(
+    connection: Connection, schemas: Sequence[str], query: str, parameters: dict[str, object] | None = None
+) -> dict[int, Any]:
     if not schemas:
         return {}
     parts = (
         "(" + query.format(place=place, table=f"{driver_identifier(schema)}.ml_outbox") + ")"
         for place, schema in enumerate(schemas)
     )
-    return dict(iter(connection.exec_driver_sql(" UNION ALL ".join(parts))))
+    return dict(iter(connection.exec_driver_sql(" UNION ALL ".join(parts), parameters)))
 
 
 def _note_broken(engine: Engine, *, broken: list[UUID], mended: list[UUID]) -> None:

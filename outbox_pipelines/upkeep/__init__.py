@@ -1,0 +1,1 @@
+"""Upkeep: retention, backlog snapshots and their checks, redrive, Dagster's own run history."""
