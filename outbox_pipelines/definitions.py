@@ -13,6 +13,7 @@ from outbox_pipelines.training.grpc_sink import GrpcSink
 from outbox_pipelines.training.pipeline import TrainingPipeline
 from outbox_pipelines.training.sink import SinkFactory
 from outbox_pipelines.upkeep.pipeline import UpkeepPipeline
+from outbox_pipelines.upkeep.redrive_pipeline import RedrivePipeline
 
 # Said again whenever Dagster copies a definition; their loss would cost a label.
 warnings.filterwarnings("ignore", message="Parameter `owners`", category=dg.BetaWarning)
@@ -47,9 +48,11 @@ def build_definitions(
     settings = settings or load_settings()
     database = Database(settings)
     training = TrainingPipeline(settings, database, sink or (lambda: GrpcSink(settings)))
-    jobs = JobPipeline(settings, database, load_kinds(settings.kinds) if kinds is None else Kinds(kinds))
+    registry = load_kinds(settings.kinds) if kinds is None else Kinds(kinds)
+    jobs = JobPipeline(settings, database, registry)
     upkeep = UpkeepPipeline(settings, database)
-    return dg.Definitions.merge(training.definitions(), jobs.definitions(), upkeep.definitions())
+    redrive = RedrivePipeline(settings, database, registry)
+    return dg.Definitions.merge(*(part.definitions() for part in (training, jobs, upkeep, redrive)))
 
 
 # What is launched from an asset's page belongs to no job of ours: it, too, is one process.

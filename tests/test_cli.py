@@ -13,6 +13,7 @@ from outbox_pipelines.settings import Settings
 from tests.command_line import Run, refused, succeeded
 from tests.outboxes import dead_letters, enqueue, flush, ledger_ids, new_tenant, waiting_ids
 from tests.scripted_service import ScriptedService, accept
+from tests.upkeep.aged import bury
 
 COMMANDS = [
     ("migrate",),
@@ -27,6 +28,10 @@ COMMANDS = [
     ("jobs", "cancel"),
     ("jobs", "retry"),
     ("jobs", "servers"),
+    ("dead-letters", "list"),
+    ("dead-letters", "show"),
+    ("dead-letters", "redrive"),
+    ("dead-letters", "discard"),
     ("worker",),
     ("flush",),
     ("audit",),
@@ -40,6 +45,26 @@ COMMANDS = [
 def test_every_command_has_help_with_an_example(outbox: Run, command: tuple[str, ...]) -> None:
     told = succeeded(outbox(*command, "--help"))
     assert f"$ outbox {' '.join(command)}" in told or f"outbox {' '.join(command)}" in told.split("Example:")[1]
+
+
+def test_dead_letters_are_listed_shown_put_back_and_discarded(outbox: Run, engine: Engine) -> None:
+    tenant = new_tenant(engine)
+    bury(engine, tenant, 3, days=1)
+    mine = ("--tenant", "acme")
+    listed = json.loads(succeeded(outbox("dead-letters", "list", *mine, "--json")))
+    assert [one["row_id"] for one in listed] == [3, 2, 1]
+    shown = succeeded(outbox("dead-letters", "show", *mine, "2"))
+    assert "row 2 of tenant acme\n  reason      no" in shown
+    assert '{"n": 1}' in shown
+    dry = succeeded(outbox("dead-letters", "redrive", *mine, "--all", "--dry-run"))
+    assert dry == "tenant acme: 3 dead letters would be put back; nothing was changed\n"
+    assert succeeded(outbox("dead-letters", "redrive", *mine, "2")) == "tenant acme: 1 dead letter put back\n"
+    assert json.loads(succeeded(outbox("dead-letters", "discard", *mine, "1", "--json"))) == {"moved": [1]}
+    assert "no dead letter 99: nothing was changed" in refused(outbox("dead-letters", "discard", *mine, "3", "99"))
+    assert "name ids, or give --all (not both)" in refused(outbox("dead-letters", "redrive", *mine))
+    assert (waiting_ids(engine, tenant), set(dead_letters(engine, tenant))) == ([2], {3})
+    assert succeeded(outbox("dead-letters", "redrive", *mine, "--all")) == "tenant acme: 1 dead letter put back\n"
+    assert succeeded(outbox("dead-letters", "list", *mine)) == "tenant acme has no dead letter\n"
 
 
 def test_the_version_is_told(outbox: Run) -> None:

@@ -18,6 +18,7 @@ from uuid import UUID, uuid4
 import typer
 
 from outbox_pipelines import __version__
+from outbox_pipelines.cli.dead_letters import dead_letters_app
 from outbox_pipelines.cli.jobs import jobs_app, worker
 from outbox_pipelines.cli.launcher import launcher_app
 from outbox_pipelines.cli.output import AsJson, example, local_time, opened_database, show, show_table
@@ -35,6 +36,7 @@ tenants_app = typer.Typer(help="Register, list, pause and remove tenants.", no_a
 app.add_typer(tenants_app, name="tenants")
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(launcher_app, name="launcher")
+app.add_typer(dead_letters_app, name="dead-letters")
 app.command(epilog=example("outbox worker", "outbox worker --kind automatic_timetable --consumers 4"))(worker)
 
 

@@ -1,5 +1,8 @@
 """What a person does to a message: cancel it, or try it again."""
 
+from dataclasses import dataclass
+from datetime import datetime
+
 from sqlalchemy import Connection, Row, text
 from sqlalchemy.exc import IntegrityError
 
@@ -106,6 +109,39 @@ def retry(connection: Connection, kinds: Kinds, message_id: int) -> State:
     if anew and kind is not None and kind.domain is not None and row.job_id is not None:
         kind.domain.reopen(connection, row.job_id)
     return State(row.state)
+
+
+@dataclass(frozen=True)
+class FailedJob:
+    """A message that was given up."""
+
+    message_id: int
+    kind: str
+    job_id: str | None
+
+
+def failed_between(
+    connection: Connection, since: datetime, before: datetime, *, kind: str | None, limit: int
+) -> list[FailedJob]:
+    """Messages that were given up in a span of time, the oldest first.
+
+    Args:
+        connection: to the database.
+        since: its begin, which belongs to it.
+        before: its end, which does not.
+        kind: of this kind only.
+        limit: at most so many.
+    """
+    rows = connection.execute(
+        text("""
+            SELECT message_id, kind, job_id FROM outbox.messages
+            WHERE outcome = 'failed' AND completed_at >= :since AND completed_at < :before
+              AND (CAST(:kind AS text) IS NULL OR kind = :kind)
+            ORDER BY completed_at, message_id LIMIT :limit
+        """),
+        {"since": since, "before": before, "kind": kind, "limit": limit},
+    )
+    return [FailedJob(**row._mapping) for row in rows]
 
 
 def _locked(connection: Connection, message_id: int) -> Row[tuple[object, ...]]:

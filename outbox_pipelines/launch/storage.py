@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar
+from weakref import WeakSet
 
-from dagster import DagsterInstance
+from dagster import DagsterEventType, DagsterInstance
 from sqlalchemy import Connection, Engine, create_engine, event, exc, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool, PoolProxiedConnection
@@ -53,6 +54,10 @@ _POOL_FIELDS: Mapping[str, tuple[int, str]] = {
 _MORE_TO_WRITE = ASSET_EVENTS | ASSET_CHECK_EVENTS
 """Events for which Dagster writes to more than one table."""
 
+# As Dagster words them today: worded otherwise they do not wait, and nothing else changes.
+_GAVE_NOTHING = 'Yielded output "result" of type "Nothing". (Type check passed).'
+_EXECUTORS_WORDS = ("Executing steps in process", "Finished steps in process")
+
 _INSERT_EVENT = SqlEventLogStorageTable.insert().inline()
 
 # A server that went silent (power, network) is noticed in about a minute, not in hours; a value in the URL wins.
@@ -82,6 +87,7 @@ _Storage = TypeVar("_Storage", bound="_Pooled")
 
 _lock = threading.Lock()
 _engines: dict[_Pool, Engine] = {}
+_event_logs: "WeakSet[_EventLogStorage]" = WeakSet()
 _created: set[str] = set()
 """URLs whose tables this process, or the one it was forked from, has seen."""
 
@@ -94,6 +100,9 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+_together = False
+"""Whether some events wait for the one that follows them; see :func:`events_together`."""
 
 _rolls_back = False
 """Whether new connections begin a transaction that nothing commits; see :func:`rolled_back`."""
@@ -119,12 +128,42 @@ def rolled_back() -> Iterator[None]:
             engine.dispose()
 
 
+@contextmanager
+def events_together() -> Iterator[None]:
+    """Store some events with the next one, in one statement, inside the block.
+
+    For a process that executes a run. Only such events wait as Dagster lets another follow within
+    microseconds: what an executor in the run's own process says of itself, that resources are ready for
+    the steps, and that a step gave nothing. A process that is killed in between lost no more than these words.
+    """
+    global _together
+    _together = True
+    try:
+        yield
+    finally:
+        _together = False
+
+
+def _is_followed_at_once(event: EventLogEntry) -> bool:
+    told = event.dagster_event
+    if told is None:
+        return False
+    if told.event_type is DagsterEventType.RESOURCE_INIT_SUCCESS:
+        return True
+    if told.event_type is DagsterEventType.STEP_OUTPUT:
+        return told.message == _GAVE_NOTHING
+    return told.event_type is DagsterEventType.ENGINE_EVENT and (told.message or "").startswith(_EXECUTORS_WORDS)
+
+
 def _after_fork_in_child() -> None:
     # The parent's sessions stay the parent's: the child forgets them without a word to the server.
     global _lock
     _lock = threading.Lock()
     for engine in _engines.values():
         engine.dispose(close=False)
+    for log in _event_logs:
+        # The parent tells of them.
+        log._held_back = []
 
 
 if hasattr(os, "register_at_fork"):
@@ -307,6 +346,12 @@ class _RunStorage(_Pooled, PostgresRunStorage):
 
 @_remembers("has_table", "has_asset_key_col", "_has_asset_key_col_on_connection")
 class _EventLogStorage(_Pooled, PostgresEventLogStorage):
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._held_back: list[dict[str, Any]] = []
+        """Events that the next statement of this storage takes with it; see :func:`events_together`."""
+        _event_logs.add(self)
+
     def store_event(self, event: EventLogEntry) -> None:
         """Store an event; one that is about no asset in a single statement.
 
@@ -315,9 +360,35 @@ class _EventLogStorage(_Pooled, PostgresEventLogStorage):
         if event.is_dagster_event and event.dagster_event_type in _MORE_TO_WRITE:
             super().store_event(event)
             return
-        with self._connect() as connection:
+        row = self._event_to_row(event)
+        if _together and _is_followed_at_once(event):
+            with _lock:
+                self._held_back.append(row)
+            return
+        with self._taking_held_back() as held_back, super()._connect() as connection:
             # Built once: with the values in it, building and finding the compiled one takes longer than executing it.
-            connection.execute(_INSERT_EVENT, self._event_to_row(event))
+            connection.execute(_INSERT_EVENT, [*held_back, row] if held_back else row)
+
+    @contextmanager
+    def _connect(self) -> Iterator[Connection]:
+        # Whatever is asked or told, it comes after what was held back.
+        with super()._connect() as connection:
+            if self._held_back:
+                with self._taking_held_back() as held_back:
+                    connection.execute(_INSERT_EVENT, held_back)
+            yield connection
+
+    @contextmanager
+    def _taking_held_back(self) -> Iterator[list[dict[str, Any]]]:
+        """The events that were held back; they wait again if the block fails."""
+        with _lock:
+            taken, self._held_back = self._held_back, []
+        try:
+            yield taken
+        except BaseException:
+            with _lock:
+                self._held_back = taken + self._held_back
+            raise
 
     @contextmanager
     def index_transaction(self) -> Iterator[Connection]:

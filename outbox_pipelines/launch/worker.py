@@ -34,6 +34,7 @@ from outbox_pipelines.launch.internals import (
     execute_run,
     recon_job_from_origin,
 )
+from outbox_pipelines.launch.storage import events_together
 
 _logger = logging.getLogger(__name__)
 
@@ -256,7 +257,7 @@ def _execute_as_dagster_does(instance: DagsterInstance, run: DagsterRun, watch: 
     pid = os.getpid()
     instance.report_engine_event(f"Started process for run (pid: {pid}).", run, EngineEventData.in_process(pid))
     # What fails, a SystemExit for example, has been written into the run when it comes out here.
-    with contextlib.suppress(BaseException):
+    with contextlib.suppress(BaseException), events_together():
         for event in core_execute_run(job, run, instance, inject_env_vars=True):
             watch(event)
 

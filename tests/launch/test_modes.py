@@ -150,6 +150,25 @@ def test_a_setting_has_a_job_executed_in_processes_of_their_own(fresh: Runs, tmp
     assert fresh.home.status()["idle_workers"] == 0
 
 
+@pytest.mark.parametrize("job", ["say", "fail"])
+def test_a_runs_events_are_the_same_and_in_the_same_order_as_with_dagsters_own_launcher(
+    fresh: Runs, tmp_path: Path, job: str
+) -> None:
+    told = {}
+    for mode in ("stock", "fork", "reuse"):
+        run_id = fresh.launch(job, tags={MODE_TAG: mode}, op={"folder": str(tmp_path)})
+        fresh.end_of(run_id)
+        told[mode] = [
+            entry.dagster_event.event_type_value
+            for entry in fresh.instance.all_logs(run_id)
+            # What a launcher and a process say of themselves differs.
+            if entry.dagster_event is not None
+            and not (entry.dagster_event.message or "").startswith(("Started process", "Process for run"))
+        ]
+    assert len(told["stock"]) > 6
+    assert told["fork"] == told["reuse"] == told["stock"]
+
+
 def test_a_setting_and_a_tag_give_a_run_to_dagsters_own_launcher(fresh: Runs, tmp_path: Path) -> None:
     before = fresh.home.status()["started"]
     by_setting = fresh.launch("fail")

@@ -21,7 +21,8 @@ import pytest
 import yaml
 from dagster._check import CheckError
 from dagster._core.definitions.data_version import DATA_VERSION_TAG
-from dagster._core.events import StepMaterializationData
+from dagster._core.events import EngineEventData, StepMaterializationData
+from dagster._core.execution.plan.outputs import StepOutputData, StepOutputHandle
 from dagster._core.test_utils import create_run_for_test
 from dagster_postgres.utils import DagsterPostgresException
 from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
@@ -30,7 +31,7 @@ from sqlalchemy.exc import OperationalError, ProgrammingError
 from outbox_pipelines.database.embedded import EmbeddedServer
 from outbox_pipelines.database.url import InvalidDatabaseUrl, dagster_storage_url, render
 from outbox_pipelines.launch import storage as storage_module
-from outbox_pipelines.launch.storage import PooledPostgresStorage, is_pooled, rolled_back
+from outbox_pipelines.launch.storage import PooledPostgresStorage, events_together, is_pooled, rolled_back
 from tests.launch.conftest import made_storage, wait_until
 
 _numbers = count(1)
@@ -840,3 +841,109 @@ def test_a_whole_run_inside_rolled_back_leaves_no_row(database: Database, name: 
             assert instance.get_runs_count() >= 1
         assert rows(database) == before
         instance.run_storage._engine.dispose()
+
+
+# Events that wait for the next one
+
+
+def an_event(run_id: str, kind: dg.DagsterEventType, message: str) -> dg.EventLogEntry:
+    """An event as Dagster logs it."""
+    data: Any = EngineEventData() if kind in ENGINE_EVENTS else None
+    if kind is dg.DagsterEventType.STEP_OUTPUT:
+        data = StepOutputData(StepOutputHandle("step", "result"))
+    told = dg.DagsterEvent(kind.value, "job", message=message, event_specific_data=data)
+    return dg.EventLogEntry(None, 10, "", run_id, time.time(), dagster_event=told)
+
+
+ENGINE_EVENTS = {dg.DagsterEventType.ENGINE_EVENT, dg.DagsterEventType.RESOURCE_INIT_SUCCESS}
+EXECUTING = (dg.DagsterEventType.ENGINE_EVENT, "Executing steps in process (pid: 1)")
+READY = (dg.DagsterEventType.RESOURCE_INIT_SUCCESS, "Finished initialization of resources [io_manager].")
+START = (dg.DagsterEventType.STEP_START, "Started execution of step.")
+NOTHING = (dg.DagsterEventType.STEP_OUTPUT, 'Yielded output "result" of type "Nothing". (Type check passed).')
+OUTPUT = (dg.DagsterEventType.STEP_OUTPUT, 'Yielded output "result" of type "Any". (Type check passed).')
+OTHER = (dg.DagsterEventType.ENGINE_EVENT, "Launching subprocess for step.")
+
+
+def stored(database: Database, run_id: str) -> list[str]:
+    """The messages that others find in the run's log, in its order."""
+    rows = database.ask("SELECT event FROM event_logs WHERE run_id = :run ORDER BY id", run=run_id)
+    return [json.loads(row.event)["dagster_event"]["message"] for row in rows]
+
+
+def test_an_event_that_is_followed_at_once_is_stored_with_the_next_one_in_their_order(
+    database: Database, name: str
+) -> None:
+    events = database.open(name).event_log_storage
+    with events_together():
+        for kind, message in (EXECUTING, READY):
+            events.store_event(an_event(name, kind, message))
+        assert stored(database, name) == []
+        events.store_event(an_event(name, *START))
+        assert stored(database, name) == [EXECUTING[1], READY[1], START[1]]
+        events.store_event(an_event(name, *NOTHING))
+    assert stored(database, name)[3:] == []
+    events.store_event(an_event(name, *OTHER))
+    assert stored(database, name)[3:] == [NOTHING[1], OTHER[1]]
+
+
+@pytest.mark.parametrize("told", [OUTPUT, OTHER, START], ids=["an output", "another executor", "a step's begin"])
+def test_an_event_that_may_be_the_last_for_long_does_not_wait(
+    database: Database, name: str, told: tuple[dg.DagsterEventType, str]
+) -> None:
+    events = database.open(name).event_log_storage
+    with events_together():
+        events.store_event(an_event(name, *told))
+        assert stored(database, name) == [told[1]]
+
+
+def test_outside_of_a_run_no_event_waits(database: Database, name: str) -> None:
+    events = database.open(name).event_log_storage
+    events.store_event(an_event(name, *EXECUTING))
+    assert stored(database, name) == [EXECUTING[1]]
+
+
+def test_who_asks_the_storage_itself_finds_what_waited(database: Database, name: str) -> None:
+    events = database.open(name).event_log_storage
+    with events_together():
+        events.store_event(an_event(name, *EXECUTING))
+        assert [entry.message for entry in events.get_logs_for_run(name)] == [EXECUTING[1]]
+
+
+def test_an_event_about_an_asset_comes_after_what_waited(database: Database, name: str) -> None:
+    events = database.open(name).event_log_storage
+    with events_together():
+        events.store_event(an_event(name, *EXECUTING))
+        events.store_event(materialized(name, name))
+    rows = database.ask("SELECT dagster_event_type AS type FROM event_logs WHERE run_id = :run ORDER BY id", run=name)
+    assert [row.type for row in rows] == ["ENGINE_EVENT", "ASSET_MATERIALIZATION"]
+
+
+def test_what_waits_is_told_by_the_process_that_heard_it_and_by_none_of_its_forks(
+    database: Database, name: str
+) -> None:
+    events = database.open(name).event_log_storage
+    with events_together():
+        events.store_event(an_event(name, *EXECUTING))
+        child = os.fork()
+        if not child:
+            with suppress(BaseException):
+                events.store_event(an_event(name, *OTHER))
+            os._exit(0)
+        os.waitpid(child, 0)
+        events.store_event(an_event(name, *START))
+    assert stored(database, name) == [OTHER[1], EXECUTING[1], START[1]]
+
+
+def test_what_waited_is_not_lost_when_the_storage_is_away_for_a_moment(
+    database: Database, name: str, no_pauses: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = database.open(name).event_log_storage
+    with events_together():
+        events.store_event(an_event(name, *EXECUTING))
+        with monkeypatch.context() as patch:
+            nowhere = create_engine("postgresql+psycopg2://127.0.0.1:1/nothing")
+            patch.setattr(storage_module._Pooled, "_engine", property(lambda _self: nowhere))
+            with pytest.raises(DagsterPostgresException):
+                events.store_event(an_event(name, *START))
+        events.store_event(an_event(name, *OTHER))
+    assert stored(database, name) == [EXECUTING[1], OTHER[1]]

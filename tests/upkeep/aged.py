@@ -4,7 +4,7 @@ from datetime import UTC, date, datetime, timedelta
 
 from sqlalchemy import Engine
 
-from outbox_pipelines.database.quoting import driver_identifier
+from outbox_pipelines.database.quoting import driver_identifier, quote_identifier
 from outbox_pipelines.tenants.registry import Tenant
 from tests.jobs.messages import rows, run, value
 
@@ -57,11 +57,11 @@ def bury(engine: Engine, tenant: Tenant, count: int, *, days: float) -> None:
         connection.exec_driver_sql(
             f"""
             INSERT INTO {schema}.ml_outbox_dead (id, example, created_at, attempts, reason, run_id, died_at)
-            SELECT coalesce((SELECT max(id) FROM {schema}.ml_outbox_dead), 0) + n, '{{"n": 1}}', now(), 1, 'no', 'run',
+            SELECT nextval(pg_get_serial_sequence(%(table)s, 'id')), '{{"n": 1}}', now(), 1, 'no', 'run',
                    clock_timestamp() - make_interval(secs => %(seconds)s)
             FROM generate_series(1, %(count)s) AS n
             """,
-            {"count": count, "seconds": days * 86_400},
+            {"count": count, "seconds": days * 86_400, "table": f"{quote_identifier(tenant.schema)}.ml_outbox"},
         )
 
 

@@ -1,0 +1,93 @@
+"""What the code location shows: every name, description, tag, schedule and partition, as it stands in a file.
+
+A change that a user would see shows in review. Write the file anew with
+``OUTBOX_TEST_WRITE_DEFINITIONS=1 python -m pytest tests/test_definitions.py``.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from outbox_pipelines.definitions import build_definitions
+from outbox_pipelines.settings import load_settings
+from tests.jobs.messages import a_kind
+
+_FILE = Path(__file__).with_name("definitions.json")
+
+
+def visible() -> dict[str, Any]:
+    """All that the UI says of the definitions, with one kind of job."""
+    settings = load_settings(database_url="postgresql://nobody@nowhere/nothing")
+    repository = build_definitions(settings=settings, kinds=[a_kind("report")]).get_repository_def()
+    nodes = [repository.asset_graph.get(key) for key in sorted(repository.asset_graph.get_all_asset_keys())]
+    return {
+        "assets": {node.key.to_user_string(): _asset(node) for node in nodes},
+        "checks": {
+            f"{spec.asset_key.to_user_string()}: {spec.name}": spec.description
+            for key in sorted(repository.asset_graph.asset_check_keys)
+            for spec in [repository.asset_graph.get_check_spec(key)]
+        },
+        "jobs": {job.name: _job(job) for job in sorted(repository.get_all_jobs(), key=lambda job: job.name)},
+        "sensors": {
+            one.name: {
+                "description": one.description,
+                "every (s)": one.minimum_interval_seconds,
+                "default": one.default_status.value,
+                "jobs": sorted(target.job_name for target in one.targets),
+            }
+            for one in sorted(repository.sensor_defs, key=lambda one: one.name)
+        },
+        "schedules": {
+            one.name: {
+                "description": one.description,
+                "cron": one.cron_schedule,
+                "default": one.default_status.value,
+                "job": one.job_name,
+            }
+            for one in sorted(repository.schedule_defs, key=lambda one: one.name)
+        },
+    }
+
+
+def _asset(node: Any) -> dict[str, Any]:
+    return {
+        "description": node.description,
+        "group": node.group_name,
+        "owners": list(node.owners),
+        "kinds": sorted(tag.removeprefix("dagster/kind/") for tag in node.tags),
+        "partitions": str(node.partitions_def) if node.partitions_def else None,
+        "backfill": str(node.backfill_policy.policy_type.value) if node.backfill_policy else None,
+        "fresh within": str(node.freshness_policy.fail_window) if node.freshness_policy else None,
+    }
+
+
+def _job(job: dg.JobDefinition) -> dict[str, Any]:
+    return {
+        "description": job.description,
+        "tags": dict(sorted(job.tags.items())),
+        "run tags": dict(sorted(job.run_tags.items())),
+        "owners": list(job.owners or []),
+        "partitions": str(job.partitions_def) if job.partitions_def else None,
+        "ops": sorted(node.name for node in job.nodes),
+    }
+
+
+def test_the_definitions_are_those_in_the_file() -> None:
+    found = visible()
+    if os.environ.get("OUTBOX_TEST_WRITE_DEFINITIONS"):
+        _FILE.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    assert found == json.loads(_FILE.read_text()), "see the first lines of this test's file"
+
+
+def test_everything_has_a_description_and_an_owner() -> None:
+    found = visible()
+    for part, entries in found.items():
+        for name, entry in entries.items():
+            if name == "__ASSET_JOB":
+                continue
+            description = entry if isinstance(entry, str) else entry["description"]
+            assert description, f"{part}: {name}"
+            assert not isinstance(entry, dict) or entry.get("owners", ["-"]), f"{part}: {name}"
