@@ -170,7 +170,7 @@ def test_a_snapshot_shows_numbers_a_table_and_a_picture(engine: Engine, upkeep: 
     assert "tenant id" not in record.data
     picture = found["last 24 hours"].partition("base64,")[2].rstrip(")")
     assert base64.b64decode(picture).startswith(b"\x89PNG")
-    assert len(picture) < 40_000
+    assert len(picture) < 16_000
     jobs = upkeep.materialized("job_backlog")[""]
     assert (jobs["waiting"], jobs["processing"], jobs["oldest wait (s)"] < 60) == (3, 0, True)
 
