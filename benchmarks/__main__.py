@@ -13,6 +13,7 @@ BENCHMARKS = {
     "latency": jobs.latency,
     "enqueue_jobs": jobs.enqueueing,
     "claim": jobs.claiming,
+    "purge": jobs.purging,
     "runs": runs.compare,
 }
 

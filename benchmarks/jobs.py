@@ -6,7 +6,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from uuid import uuid4
 
 from sqlalchemy import Engine, text
@@ -21,7 +23,8 @@ from outbox_pipelines.jobs.kinds import JobKind, Kinds
 from outbox_pipelines.jobs.message import AttemptOutcome, Settlement
 from outbox_pipelines.jobs.outbox import claim_due, settle
 from outbox_pipelines.jobs.worker import Worker
-from outbox_pipelines.settings import load_settings
+from outbox_pipelines.settings import Settings, load_settings
+from outbox_pipelines.upkeep.purge import COMPLETED_JOBS, Purged, purge
 
 JOBS = 20_000
 PROCRASTINATE_JOBS = 3_000
@@ -152,28 +155,65 @@ def claiming() -> None:
     print("with a million / with none: " + ", ".join(f"{many / none:.2f}" for none, many in zip(*rows, strict=True)))
 
 
+def purging() -> None:
+    """Rows that a purge deletes in a second, and what it costs those who claim meanwhile, in turns."""
+    results = Results("purge", ["claims meanwhile", "rows purged", "rows/s", "claim of 1, ms"])
+    old = 200_000
+    purges, rates = [], []
+    for claims in (False, True):
+        with _filled(old, days=15) as opened:
+            alone, _ = _claim_times(opened, 1) if claims else (0.0, 0.0)
+            with ThreadPoolExecutor(1) as beside:
+                purged = beside.submit(_purge, opened.url.render_as_string(hide_password=False))
+                during = []
+                while claims and not purged.done():
+                    during.append(_claim_times(opened, 1, times=20)[0])
+                done = purged.result()
+            if done.rows != old:
+                raise RuntimeError(f"{done.rows} of {old} rows were purged")
+            rates.append(done.rows / done.seconds)
+            results.add(
+                claims, done.rows, round(rates[-1]), round(statistics.median(during) * 1000, 2) if during else ""
+            )
+            if claims:
+                results.add("the claims alone", 0, 0, round(alone * 1000, 2))
+                purges.append(statistics.median(during) / alone)
+    results.publish()
+    print(f"a claim beside a purge / alone: {purges[0]:.2f}; purge beside claims: {rates[1]:,.0f} rows/s")
+
+
+def _purge(url: str) -> Purged:
+    with engine(url) as opened:
+        with opened.connect() as connection:
+            before = connection.execute(text("SELECT clock_timestamp()")).scalar_one()
+        return purge(
+            opened, COMPLETED_JOBS, since=None, before=before - timedelta(days=14), pause=Settings().purge_pause_seconds
+        )
+
+
 @contextmanager
-def _filled(completed: int) -> Iterator[Engine]:
+def _filled(completed: int, *, days: int = 0) -> Iterator[Engine]:
     with server() as url, engine(url) as opened:
         with opened.begin() as connection:
             connection.execute(
                 text("""
                     INSERT INTO outbox.messages
                            (kind, job_id, state, outcome, completed_at, claims, processing_attempts)
-                    SELECT 'no_op', n::text, 'Completed', 'succeeded', now() - make_interval(secs => n), 1, 1
+                    SELECT 'no_op', n::text, 'Completed', 'succeeded',
+                           now() - make_interval(days => :days, secs => n), 1, 1
                     FROM generate_series(1, :completed) AS n
                 """),
-                {"completed": completed},
+                {"completed": completed, "days": days},
             )
             enqueue_jobs(connection, "no_op", [NewJob(job_id=number) for number in range(30_000)])
         settle_down(opened)
         yield opened
 
 
-def _claim_times(opened: Engine, limit: int) -> tuple[float, float]:
+def _claim_times(opened: Engine, limit: int, *, times: int = 120) -> tuple[float, float]:
     kind = JobKind("no_op", no_op)
     claims, settles = [], []
-    for _ in range(120):
+    for _ in range(times):
         began = time.monotonic()
         with opened.begin() as connection:
             taken = claim_due(

@@ -14,6 +14,7 @@ from outbox_pipelines.training.pipeline import TrainingPipeline
 from outbox_pipelines.training.sink import SinkFactory
 from outbox_pipelines.upkeep.pipeline import UpkeepPipeline
 from outbox_pipelines.upkeep.redrive_pipeline import RedrivePipeline
+from outbox_pipelines.upkeep.run_history_pipeline import RunHistoryPipeline
 
 # Said again whenever Dagster copies a definition; their loss would cost a label.
 warnings.filterwarnings("ignore", message="Parameter `owners`", category=dg.BetaWarning)
@@ -52,7 +53,10 @@ def build_definitions(
     jobs = JobPipeline(settings, database, registry)
     upkeep = UpkeepPipeline(settings, database)
     redrive = RedrivePipeline(settings, database, registry)
-    return dg.Definitions.merge(*(part.definitions() for part in (training, jobs, upkeep, redrive)))
+    parts = [training.definitions(), jobs.definitions(), upkeep.definitions(), redrive.definitions()]
+    # Runs that materialize assets are kept: their history would go with them.
+    short_lived = [job.name for part in parts for job in part.jobs or () if isinstance(job, dg.JobDefinition)]
+    return dg.Definitions.merge(*parts, RunHistoryPipeline(settings, database, short_lived).definitions())
 
 
 # What is launched from an asset's page belongs to no job of ours: it, too, is one process.

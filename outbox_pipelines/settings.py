@@ -162,6 +162,12 @@ class Settings(BaseSettings):
     dead_letter_retention_days: float = Field(
         90, ge=1, le=36_500, description="Days that training dead letters are kept."
     )
+    run_retention_days: float = Field(
+        7, ge=0, le=3650, description="Days that Dagster keeps flush and job runs that succeeded."
+    )
+    failed_run_retention_days: float = Field(
+        30, ge=0, le=3650, description="Days that Dagster keeps flush and job runs that failed or were canceled."
+    )
     backlog_retention_days: float = Field(30, ge=1, le=3650, description="Days that backlog snapshots are kept.")
     purge_pause_seconds: float = Field(
         0.01, ge=0, le=60, description="Seconds between two transactions of a purge, each of 500 rows at most."

@@ -222,7 +222,8 @@ def audit(
         history = trace_row(connection, get_tenant(connection, tenant), row)
     lines = [f"row {row} of tenant {tenant}: {history.fate}"]
     lines += [
-        f"  delivered {local_time(line.delivered_at)} by run {line.run_id} in batch {line.batch_key} "
+        f"  delivered {local_time(line.delivered_at)} by run {line.run_id}{_pruned(line.run_pruned)} "
+        f"in batch {line.batch_key} "
         f"({counted(line.rows, 'row')}, ids {line.first_id} to {line.last_id})"
         for line in history.deliveries
     ]
@@ -234,6 +235,10 @@ def audit(
     show(as_json, history, "\n".join(lines))
     if history.fate is Fate.UNKNOWN:
         raise typer.Exit(1)
+
+
+def _pruned(pruned: bool) -> str:
+    return " (pruned from Dagster's history)" if pruned else ""
 
 
 @app.command("ml-service", epilog=example("outbox ml-service --port 50051 --state-dir ./models"))

@@ -132,6 +132,7 @@ def show_(
             f"by {attempt.run_id}"
         )
         lines += [f"     {attempt.run_url}"] if attempt.run_url else []
+        lines += ["     pruned from Dagster's history"] if attempt.run_pruned else []
         lines += [f"     {line}" for line in (attempt.error or "").splitlines()]
     show(as_json, history, "\n".join(lines))
 

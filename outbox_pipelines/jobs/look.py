@@ -54,7 +54,10 @@ class Attempt:
     finished_at: datetime | None
     error: str | None
     run_url: str | None
-    """The run's address in the Dagster UI; none for a worker's attempt."""
+    """The run's address in the Dagster UI; none for a worker's attempt, or a run that was pruned."""
+
+    run_pruned: bool = False
+    """Whether the run is gone from Dagster's history."""
 
 
 @dataclass(frozen=True)
@@ -195,8 +198,9 @@ def list_servers(connection: Connection) -> list[ServerLine]:
 def _attempts(connection: Connection, message: Row[Any], ui_url: str) -> Iterator[Attempt]:
     ledger = connection.execute(
         text("""
-            SELECT claim, attempt, run_id, outcome, started_at, finished_at, error FROM outbox.job_attempts
-            WHERE message_id = :id ORDER BY claim
+            SELECT claim, attempt, run_id, outcome, started_at, finished_at, error,
+                   run_id IN (SELECT run_id FROM outbox.pruned_runs) AS pruned
+            FROM outbox.job_attempts WHERE message_id = :id ORDER BY claim
         """),
         {"id": message.message_id},
     )
@@ -209,7 +213,8 @@ def _attempts(connection: Connection, message: Row[Any], ui_url: str) -> Iterato
             row.started_at,
             row.finished_at,
             row.error,
-            run_url(row.run_id, ui_url),
+            None if row.pruned else run_url(row.run_id, ui_url),
+            row.pruned,
         )
     if message.state == State.PROCESSING:
         holder = message.lease_holder

@@ -32,6 +32,8 @@ class Delivery:
 
     first_id: int
     last_id: int
+    run_pruned: bool
+    """Whether the run is gone from Dagster's history."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,11 @@ class RowHistory:
 def trace_row(connection: Connection, tenant: Tenant, row_id: int) -> RowHistory:
     """Look a row up in the ledger, the dead letters and the outbox."""
     deliveries = [
-        Delivery(row.run_id, row.delivered_at, row.batch_key, row.rows, row.first_id, row.last_id)
+        Delivery(row.run_id, row.delivered_at, row.batch_key, row.rows, row.first_id, row.last_id, row.pruned)
         for row in connection.execute(
             text("""
-                SELECT run_id, delivered_at, batch_key, cardinality(row_ids) AS rows, first_id, last_id
+                SELECT run_id, delivered_at, batch_key, cardinality(row_ids) AS rows, first_id, last_id,
+                       run_id IN (SELECT run_id FROM outbox.pruned_runs) AS pruned
                 FROM outbox.training_ledger
                 WHERE tenant_id = :tenant AND last_id >= :row AND first_id <= :row AND :row = ANY (row_ids)
                 ORDER BY delivered_at

@@ -427,22 +427,6 @@ def test_the_sensor_asks_a_constant_number_of_statements_for_500_tenants(
     assert statements() <= 2 * few
 
 
-def test_a_dead_letter_put_back_as_the_readme_says_keeps_its_id(
-    engine: Engine, settings: Settings, service: ScriptedService
-) -> None:
-    tenant = new_tenant(engine, rows=2)
-    service.answer = lambda _request, context: context.abort(grpc.StatusCode.INVALID_ARGUMENT, "")  # type: ignore[return-value]
-    flush(engine, settings, tenant)
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    statement = readme.split("```sql\nWITH back")[1].split("```")[0]
-    with engine.begin() as connection:
-        connection.exec_driver_sql(("WITH back" + statement).replace("<schema>", tenant.schema).replace("123", "2"))
-    service.answer = ScriptedService().answer
-    flush(engine, settings, tenant)
-    assert ledger_ids(engine, tenant) == [2]
-    assert list(dead_letters(engine, tenant)) == [1]
-
-
 def test_a_sink_instead_of_a_function_that_makes_one_is_refused(settings: Settings) -> None:
     from tests.memory_sink import MemorySink
 

@@ -25,6 +25,12 @@ def upgrade() -> None:
             detail       text
         )
     """)
+    op.execute("""
+        CREATE TABLE outbox.pruned_runs (
+            run_id    text PRIMARY KEY,
+            pruned_at timestamptz NOT NULL DEFAULT clock_timestamp()
+        )
+    """)
     # A line for each tenant or kind that has anything, and one for all together.
     op.execute("""
         CREATE TABLE outbox.training_backlog (
