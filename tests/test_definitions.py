@@ -6,6 +6,8 @@ A change that a user would see shows in review. Write the file anew with
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,14 @@ def test_the_definitions_are_those_in_the_file() -> None:
     if os.environ.get("OUTBOX_TEST_WRITE_DEFINITIONS"):
         _FILE.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
     assert found == json.loads(_FILE.read_text()), "see the first lines of this test's file"
+
+
+def test_what_few_runs_need_is_not_imported_with_the_code_location() -> None:
+    """Every run loads the code location, in a process that may have been forked for it alone."""
+    heavy = ("pandas", "numpy", "matplotlib", "pyarrow", "river")
+    code = f"import sys, outbox_pipelines.definitions; sys.exit(str([one for one in {heavy} if one in sys.modules]))"
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert found.stderr.strip().endswith("[]"), found.stderr
 
 
 def test_everything_has_a_description_and_an_owner() -> None:

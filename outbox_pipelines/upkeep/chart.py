@@ -1,15 +1,19 @@
 """A picture of a backlog over the last day."""
 
 import io
+from typing import TYPE_CHECKING
 
-import pandas as pd
+if TYPE_CHECKING:
+    # Imported where it is used: every run loads the code location, and few need it.
+    import pandas as pd
+
 
 _COLORS = 24
 _DOTS = 12
 """Snapshots up to which each is seen as a dot."""
 
 
-def draw(history: pd.DataFrame, *, title: str) -> bytes:
+def draw(history: "pd.DataFrame", *, title: str) -> bytes:
     """How much waited, and the oldest for how long, as a PNG.
 
     Args:

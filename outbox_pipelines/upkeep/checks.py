@@ -6,12 +6,16 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-import pandas as pd
 from sqlalchemy import Connection, text
 
 from outbox_pipelines.upkeep.snapshot import ALL_TENANTS
 from outbox_pipelines.wording import counted, spoken
+
+if TYPE_CHECKING:
+    # Imported where it is used: every run loads the code location, and few need it.
+    import pandas as pd
 
 _NAMED = 5
 """Tenants or kinds that a description names."""
@@ -44,7 +48,7 @@ def target_of(name: str, targets: Mapping[str, float], default: float) -> float:
 
 
 def oldest_wait(
-    rows: pd.DataFrame, column: str, *, targets: Mapping[str, float], default: float, remedy: str
+    rows: "pd.DataFrame", column: str, *, targets: Mapping[str, float], default: float, remedy: str
 ) -> Finding:
     """Whether nobody waits for longer than its target.
 
@@ -102,7 +106,7 @@ def expired_leases(connection: Connection, *, older_than: float) -> Finding:
     )
 
 
-def nothing_new_died(rows: pd.DataFrame, column: str, *, died: str, noun: str, remedy: str) -> Finding:
+def nothing_new_died(rows: "pd.DataFrame", column: str, *, died: str, noun: str, remedy: str) -> Finding:
     """Whether nothing was taken out of the flow since the last snapshot.
 
     Args:

@@ -4,10 +4,10 @@ from base64 import b64encode
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date, timedelta
-from typing import Any
+from math import isnan
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
-import pandas as pd
 from dagster import MetadataValue
 from sqlalchemy import Engine, text
 
@@ -37,6 +37,10 @@ from outbox_pipelines.upkeep.snapshot import (
     take_training,
 )
 from outbox_pipelines.wording import counted
+
+if TYPE_CHECKING:
+    # Imported where it is used: every run loads the code location, and few need it.
+    import pandas as pd
 
 RETENTION_GROUP = "retention"
 BACKLOG_GROUP = "backlog"
@@ -357,7 +361,7 @@ def _backlog_metadata(engine: Engine, name: str, snapshot: Snapshot) -> dict[str
     with engine.connect() as connection:
         past = history(connection, name, hours=_CHART_HOURS)
     picture = b64encode(draw(past, title=f"{name}, the last {_CHART_HOURS:g} h")).decode()
-    numbers = {_label(column): round(float(value), 3) for column, value in snapshot.total.items() if pd.notna(value)}
+    numbers = {_label(column): round(float(value), 3) for column, value in snapshot.total.items() if not isnan(value)}
     worst = snapshot.rows.sort_values("oldest_wait_seconds", ascending=False, na_position="last")
     return {
         **numbers,
@@ -368,7 +372,7 @@ def _backlog_metadata(engine: Engine, name: str, snapshot: Snapshot) -> dict[str
     }
 
 
-def _table(frame: pd.DataFrame) -> MetadataValue:
+def _table(frame: "pd.DataFrame") -> MetadataValue:
     numeric = {column for column in frame.columns if frame[column].dtype.kind in "if"}
     schema = dg.TableSchema(
         [dg.TableColumn(_label(column), "float" if column in numeric else "string") for column in frame.columns]
@@ -382,7 +386,7 @@ def _table(frame: pd.DataFrame) -> MetadataValue:
 
 def _cell(value: Any) -> str | float:
     if isinstance(value, float):
-        return "" if pd.isna(value) else round(value, 3)
+        return "" if isnan(value) else round(value, 3)
     return str(value)
 
 

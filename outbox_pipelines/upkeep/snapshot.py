@@ -8,16 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from math import isnan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-import pandas as pd
 from sqlalchemy import Connection, Engine, text
 
 from outbox_pipelines.training.backlog import Standing, count_outboxes, look
 
 ALL_TENANTS = UUID(int=0)
 """Stands for all tenants together in the history, also when none of them has anything."""
+
+if TYPE_CHECKING:
+    # Imported where it is used: every run loads the code location, and few need it.
+    import pandas as pd
 
 LIVE_COLUMNS = ("waiting", "scheduled", "publishing", "published", "processing")
 """A job is in exactly one of these states until it is completed."""
@@ -43,10 +46,10 @@ class Snapshot:
     seconds: float | None
     """Since the last snapshot; none when there was none."""
 
-    rows: pd.DataFrame
+    rows: "pd.DataFrame"
     """A row for each tenant or kind that has anything; see the two functions."""
 
-    total: pd.Series
+    total: "pd.Series"
     """The numbers of all together."""
 
 
@@ -190,7 +193,7 @@ def forget_history(connection: Connection, *, days: float) -> int:
     )
 
 
-def history(connection: Connection, table: str, *, hours: float) -> pd.DataFrame:
+def history(connection: Connection, table: str, *, hours: float) -> "pd.DataFrame":
     """The totals of the last hours, the oldest first: ``taken_at`` and the columns of a snapshot.
 
     Args:
@@ -198,6 +201,8 @@ def history(connection: Connection, table: str, *, hours: float) -> pd.DataFrame
         table: ``training_backlog`` or ``job_backlog``.
         hours: how far back.
     """
+    import pandas as pd
+
     total = f"tenant_id = '{ALL_TENANTS}'" if table == "training_backlog" else "kind = ''"
     columns = TRAINING_COLUMNS if table == "training_backlog" else JOB_COLUMNS
     rows = connection.execute(
@@ -210,13 +215,15 @@ def history(connection: Connection, table: str, *, hours: float) -> pd.DataFrame
     return pd.DataFrame(rows.all(), columns=["taken_at", *columns])
 
 
-def latest(connection: Connection, table: str) -> pd.DataFrame | None:
+def latest(connection: Connection, table: str) -> "pd.DataFrame | None":
     """The last snapshot's lines as they were noted, with ``taken_at``; none when there is none yet.
 
     Args:
         connection: to the database.
         table: ``training_backlog``, with the tenants' names as ``tenant``, or ``job_backlog``, with ``kind``.
     """
+    import pandas as pd
+
     columns: tuple[str, ...]
     if table == "training_backlog":
         columns = ("tenant", *TRAINING_COLUMNS)
@@ -258,6 +265,8 @@ def _finished(
     live: Sequence[str],
 ) -> Snapshot:
     """Add the sum of all, and the rates."""
+    import pandas as pd
+
     frame = pd.DataFrame(lines, columns=[*names, *columns])
     numbers = frame[list(columns)].astype(float)
     sums = numbers.sum()
