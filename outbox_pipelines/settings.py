@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from outbox_pipelines.errors import OutboxError
 
@@ -177,15 +177,15 @@ class Settings(BaseSettings):
         description="Folder for what a purge deletes, as Parquet files; needs the extra `archive`. Unset: not kept.",
     )
     training_wait_target_seconds: float = Field(
-        300, gt=0, le=31_536_000, description="Seconds that a training row may wait before a check says so."
+        300, ge=1, le=31_536_000, description="Seconds that a training row may wait before a check says so."
     )
-    training_wait_targets: dict[str, float] = Field(
+    training_wait_targets: dict[str, Annotated[float, Field(ge=1)]] = Field(
         {}, description='The same for groups of tenants, as JSON: `{"vip-*": 60}`; the first pattern that fits counts.'
     )
     job_wait_target_seconds: float = Field(
-        300, gt=0, le=31_536_000, description="Seconds that a due job may wait before a check says so."
+        300, ge=1, le=31_536_000, description="Seconds that a due job may wait before a check says so."
     )
-    job_wait_targets: dict[str, float] = Field(
+    job_wait_targets: dict[str, Annotated[float, Field(ge=1)]] = Field(
         {}, description='The same for kinds, as JSON: `{"makeup_exams": 60}`; the first pattern that fits counts.'
     )
 
@@ -271,6 +271,10 @@ def load_settings(**overrides: object) -> Settings:
         return Settings(**overrides)  # type: ignore[arg-type]  # checked by pydantic
     except ValidationError as error:
         raise InvalidSettings(_explain(error)) from None
+    except SettingsError as error:
+        # The variable's name, and not its value.
+        field = str(error).partition('"')[2].partition('"')[0]
+        raise InvalidSettings(f"invalid settings:\n  OUTBOX_{field.upper()}: this is not JSON") from None
 
 
 def _explain(error: ValidationError) -> str:

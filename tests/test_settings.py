@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from annotated_types import Ge, Le
 
-from outbox_pipelines.settings import InvalidSettings, Pooler, Settings, TrainMode, load_settings
+from outbox_pipelines.settings import InvalidSettings, Pooler, Settings, TrainMode, as_environment, load_settings
 
 BOUNDS = [
     (name, getattr(bound, "ge", getattr(bound, "le", None)), isinstance(bound, Ge))
@@ -64,6 +64,26 @@ def test_every_number_has_bounds() -> None:
     numbers = {name for name, field in Settings.model_fields.items() if field.annotation in {int, float}}
     assert {name for name, _, lower in BOUNDS if lower} == numbers
     assert {name for name, _, lower in BOUNDS if not lower} == numbers
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("vip: 60", "OUTBOX_JOB_WAIT_TARGETS: this is not JSON"),
+        ('["vip"]', "OUTBOX_JOB_WAIT_TARGETS=['vip']: Input should be a valid dictionary"),
+        ('{"vip": "soon"}', "OUTBOX_JOB_WAIT_TARGETS='soon': Input should be a valid number"),
+        ('{"vip": 0}', "OUTBOX_JOB_WAIT_TARGETS=0: Input should be greater than or equal to 1"),
+    ],
+)
+def test_targets_that_cannot_be_used_are_told(monkeypatch: pytest.MonkeyPatch, value: str, told: str) -> None:
+    monkeypatch.setenv("OUTBOX_JOB_WAIT_TARGETS", value)
+    assert told in refusal()
+
+
+def test_targets_reach_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = load_settings(job_wait_targets={"vip-*": 60.0})
+    monkeypatch.setenv("OUTBOX_JOB_WAIT_TARGETS", as_environment(given)["OUTBOX_JOB_WAIT_TARGETS"])
+    assert load_settings().job_wait_targets == {"vip-*": 60.0}
 
 
 @pytest.mark.parametrize("name", ["database_url", "dagster_database_url", "ml_token"])
