@@ -264,10 +264,10 @@ def test_a_handler_that_does_not_end_does_not_keep_its_place(engine: Engine, wor
 
     stuck = enqueue(engine, payload={"stuck": True})
     others = enqueue_many(engine, 20)
-    with worker(a_kind(handler=handler, consumers=1, timeout=0.3, attempts=1)):
+    with worker(a_kind(handler=handler, consumers=1, timeout=2, attempts=1)):
         wait_until(lambda: all_completed(engine))
         let_go.set()
-    assert called[0] == stuck
+    assert stuck in called
     assert row(engine, stuck).outcome == "failed"
     assert all(ledger(engine, one) == [(1, 1, "succeeded")] for one in others)
 
