@@ -17,6 +17,8 @@ from outbox_pipelines.definitions import build_definitions
 from outbox_pipelines.settings import load_settings
 from tests.jobs.messages import a_kind
 
+# Their assets have owners; the oldest Dagster that is supported takes none for these jobs.
+_JOBS_OF_ASSETS = {"backlog_snapshot", "daily_retention", "run_history_cleanup"}
 _FILE = Path(__file__).with_name("definitions.json")
 
 
@@ -100,4 +102,5 @@ def test_everything_has_a_description_and_an_owner() -> None:
                 continue
             description = entry if isinstance(entry, str) else entry["description"]
             assert description, f"{part}: {name}"
-            assert not isinstance(entry, dict) or entry.get("owners", ["-"]), f"{part}: {name}"
+            if isinstance(entry, dict) and name not in _JOBS_OF_ASSETS:
+                assert entry.get("owners", ["-"]), f"{part}: {name}"

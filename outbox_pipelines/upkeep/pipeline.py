@@ -73,14 +73,12 @@ class UpkeepPipeline:
             selection=dg.AssetSelection.assets(*purges),
             description="Purges what is older than its retention. Launch or backfill any days here.",
             executor_def=dg.in_process_executor,
-            owners=[self.settings.owner],
         )
         snapshot_job = dg.define_asset_job(
             "backlog_snapshot",
             selection=dg.AssetSelection.assets(*backlogs),
             description="Looks what waits, for how long and whether it grows, and checks it.",
             executor_def=dg.in_process_executor,
-            owners=[self.settings.owner],
         )
         return dg.Definitions(
             assets=[*purges, *backlogs],

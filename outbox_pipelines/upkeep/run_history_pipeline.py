@@ -70,7 +70,6 @@ class RunHistoryPipeline:
             selection=dg.AssetSelection.assets(asset),
             description="Prunes finished flush and job runs from Dagster's history.",
             executor_def=dg.in_process_executor,
-            owners=[self.settings.owner],
         )
         schedule = dg.ScheduleDefinition(
             name="run_history_schedule",
