@@ -352,6 +352,11 @@ class _EventLogStorage(_Pooled, PostgresEventLogStorage):
         """Events that the next statement of this storage takes with it; see :func:`events_together`."""
         _event_logs.add(self)
 
+    def has_table(self, table_name: str) -> bool:
+        """Whether a table is there. (Older releases look on a connection that they do not give back.)"""
+        with self._connect() as connection:
+            return bool(connection.dialect.has_table(connection, table_name))
+
     def store_event(self, event: EventLogEntry) -> None:
         """Store an event; one that is about no asset in a single statement.
 
