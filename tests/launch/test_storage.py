@@ -457,8 +457,7 @@ def test_asset_events_with_tags_go_through_a_pool_of_one_and_look_beside_it_for_
     looks = len(beside)
     for partition in ("p2", "p3"):
         events.store_event(materialized(name, name, partition))
-    # Older releases look before they take a session.
-    assert len(beside) == looks <= 1
+    assert len(beside) == looks
     assert events.get_materialized_partitions(orders) == {"p1", "p2", "p3"}
     assert len(events.get_event_tags_for_asset(orders)) == 3
 
