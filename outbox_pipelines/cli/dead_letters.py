@@ -1,13 +1,16 @@
 """``outbox dead-letters ...``"""
 
 import json
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
 
 from outbox_pipelines.cli.output import AsJson, example, local_time, opened_database, show, show_table
 from outbox_pipelines.errors import OutboxError
 from outbox_pipelines.wording import counted
+
+_Act = Callable[[Any, Any, Sequence[int]], list[int]]
 
 dead_letters_app = typer.Typer(help="Look at training dead letters, put them back, discard them.", no_args_is_help=True)
 
@@ -62,7 +65,10 @@ def show_(
 
 
 @dead_letters_app.command(
-    "redrive", epilog=example("outbox dead-letters redrive --tenant acme 123 124", "... --tenant acme --all --dry-run")
+    "redrive",
+    epilog=example(
+        "outbox dead-letters redrive --tenant acme 123 124", "outbox dead-letters redrive --tenant acme --all --dry-run"
+    ),
 )
 def redrive(
     tenant: TenantName,
@@ -92,10 +98,10 @@ def discard(
 
 
 def _move(
-    name: str, ids: list[int] | None, all_of_them: bool, dry_run: bool, as_json: bool, act: object, done: str
+    name: str, ids: list[int] | None, all_of_them: bool, dry_run: bool, as_json: bool, act: _Act, done: str
 ) -> None:
     from outbox_pipelines.tenants.registry import get_tenant
-    from outbox_pipelines.training.dead_letters import MOVED_AT_ONCE, oldest_ids
+    from outbox_pipelines.training.dead_letters import MOVED_AT_ONCE, oldest_ids, require_all
 
     if bool(ids) == all_of_them:
         raise OutboxError("name ids, or give --all (not both)")
@@ -111,7 +117,11 @@ def _move(
                 f"tenant {name}: {counted(len(asked), 'dead letter')} would be {done}; nothing was changed",
             )
             return
-        for begin in range(0, len(asked), MOVED_AT_ONCE):
+        # Those that a person named go together, or none of them does.
+        size = len(asked) if ids else MOVED_AT_ONCE
+        for begin in range(0, len(asked), size or 1):
             with engine.begin() as connection:
-                moved += act(connection, tenant, asked[begin : begin + MOVED_AT_ONCE])  # type: ignore[operator]
+                moved += act(connection, tenant, asked[begin : begin + size])
+                if ids:
+                    require_all(tenant, asked, moved)
     show(as_json, {"moved": moved}, f"tenant {name}: {counted(len(moved), 'dead letter')} {done}")

@@ -85,10 +85,7 @@ def redrive(connection: Connection, tenant: Tenant, row_ids: Sequence[int]) -> l
         row_ids: which.
 
     Returns:
-        The ids that were moved, in their order.
-
-    Raises:
-        UnknownDeadLetter: when one is none; nothing was moved.
+        The ids that were moved, in their order; see :func:`require_all`.
     """
     moved = connection.exec_driver_sql(
         f"""
@@ -101,7 +98,7 @@ def redrive(connection: Connection, tenant: Tenant, row_ids: Sequence[int]) -> l
         """,
         {"ids": list(row_ids)},
     )
-    return _all_of(tenant, row_ids, sorted(moved.scalars()))
+    return sorted(moved.scalars())
 
 
 def oldest_ids(connection: Connection, tenant: Tenant, *, limit: int, after: int | None = None) -> list[int]:
@@ -117,22 +114,23 @@ def discard(connection: Connection, tenant: Tenant, row_ids: Sequence[int]) -> l
     """Delete dead letters for good; the caller commits.
 
     Returns:
-        The ids that went.
-
-    Raises:
-        UnknownDeadLetter: when one is none; nothing was deleted.
+        The ids that went; see :func:`require_all`.
     """
     gone = connection.exec_driver_sql(
         f"DELETE FROM {_dead(tenant)} WHERE id = ANY (%(ids)s::bigint[]) RETURNING id", {"ids": list(row_ids)}
     )
-    return _all_of(tenant, row_ids, sorted(gone.scalars()))
+    return sorted(gone.scalars())
 
 
-def _all_of(tenant: Tenant, asked: Sequence[int], done: list[int]) -> list[int]:
+def require_all(tenant: Tenant, asked: Sequence[int], done: Sequence[int]) -> None:
+    """For who named ids: inside the transaction that moved them, which the error rolls back.
+
+    Raises:
+        UnknownDeadLetter: when one was none.
+    """
     missing = sorted(set(asked) - set(done))
     if missing:
         raise _unknown(tenant, missing)
-    return done
 
 
 def _unknown(tenant: Tenant, row_ids: Sequence[int]) -> UnknownDeadLetter:

@@ -16,7 +16,6 @@ from outbox_pipelines.settings import Settings
 from outbox_pipelines.tenants.registry import UnknownTenant, get_tenant
 from outbox_pipelines.training.dead_letters import (
     MOVED_AT_ONCE,
-    UnknownDeadLetter,
     count_dead_letters,
     list_dead_letters,
     oldest_ids,
@@ -146,21 +145,10 @@ class RedrivePipeline:
                 if not ids:
                     break
                 last = ids[-1]
-                try:
-                    with connection.begin_nested():
-                        moved += len(redrive(connection, tenant, ids))
-                except UnknownDeadLetter:
-                    # Somebody else moved one meanwhile: the others one by one.
-                    moved += sum(self._redriven(connection, tenant, row_id) for row_id in ids)
+                # Fewer when somebody else moves some meanwhile.
+                moved += len(redrive(connection, tenant, ids))
         context.log.info(f"{whose}: {counted(moved, 'dead letter')} put back; the next flush sends them")
         return dg.Output(None, metadata={"moved": moved, "dead letters": table})
-
-    @staticmethod
-    def _redriven(connection: Any, tenant: Any, row_id: int) -> int:
-        try:
-            return len(redrive(connection, tenant, [row_id]))
-        except UnknownDeadLetter:
-            return 0
 
     def _redrive_failed_jobs(self, context: dg.OpExecutionContext, config: FailedJobsConfig) -> dg.Output[None]:
         engine = self.database.migrated_engine()
