@@ -245,7 +245,7 @@ class UpkeepPipeline:
                         "tenant",
                         died="died",
                         noun="dead letter",
-                        remedy="`outbox audit` says why; mend the examples and put them back",
+                        remedy="`outbox dead-letters list` says why; put them back with the job dead_letter_redrive",
                     ),
                     "keeps_up": checks.keeps_up(
                         connection,
@@ -288,7 +288,7 @@ class UpkeepPipeline:
                         "kind",
                         died="gave_up",
                         noun="job given up",
-                        remedy="`outbox jobs list --outcome failed` lists them; put one back with `outbox jobs retry`",
+                        remedy="`outbox jobs list --outcome failed` lists them; put them back with the job failed_jobs_redrive",
                     ),
                     "keeps_up": checks.keeps_up(
                         connection, "job_backlog", remedy="give the kinds that grow more consumers, or start workers"
