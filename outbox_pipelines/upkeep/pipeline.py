@@ -288,7 +288,7 @@ class UpkeepPipeline:
                         "kind",
                         died="gave_up",
                         noun="job given up",
-                        remedy="`outbox jobs list --outcome failed` lists them; put them back with the job failed_jobs_redrive",
+                        remedy="`outbox jobs list --outcome failed` lists them; the job failed_jobs_redrive puts them back",
                     ),
                     "keeps_up": checks.keeps_up(
                         connection, "job_backlog", remedy="give the kinds that grow more consumers, or start workers"
