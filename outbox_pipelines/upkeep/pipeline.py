@@ -245,7 +245,7 @@ class UpkeepPipeline:
                         "tenant",
                         died="died",
                         noun="dead letter",
-                        remedy="`outbox dead-letters list` says why; put them back with the job dead_letter_redrive",
+                        remedy="`outbox dead-letters list` says why; the job dead_letter_redrive puts them back",
                     ),
                     "keeps_up": checks.keeps_up(
                         connection,
@@ -288,7 +288,7 @@ class UpkeepPipeline:
                         "kind",
                         died="gave_up",
                         noun="job given up",
-                        remedy="`outbox jobs list --outcome failed` lists them; the job failed_jobs_redrive puts them back",
+                        remedy="see `outbox jobs list --outcome failed`; the job failed_jobs_redrive puts them back",
                     ),
                     "keeps_up": checks.keeps_up(
                         connection, "job_backlog", remedy="give the kinds that grow more consumers, or start workers"
