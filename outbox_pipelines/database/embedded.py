@@ -306,14 +306,8 @@ def _server_account() -> _Account:
     try:
         entry = pwd.getpwnam(_SERVER_ACCOUNT)
     except KeyError:
-        command = ["useradd", "--system", "--no-create-home", "--shell", "/usr/sbin/nologin", _SERVER_ACCOUNT]
+        problem = _make_server_account()
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            problem = done.stderr.strip()
-        except FileNotFoundError:
-            problem = "there is no useradd"
-        try:
-            # Another process may have made it at the same time.
             entry = pwd.getpwnam(_SERVER_ACCOUNT)
         except KeyError:
             raise EmbeddedServerError(
@@ -321,6 +315,22 @@ def _server_account() -> _Account:
                 f"({problem}): make it, run as another user, or set OUTBOX_DATABASE_URL"
             ) from None
     return _Account(entry.pw_uid, entry.pw_gid)
+
+
+def _make_server_account() -> str:
+    """One process after another: of two at the same time, useradd lets the second change the first's user id.
+
+    Returns:
+        What useradd said.
+    """
+    command = ["useradd", "--system", "--no-create-home", "--shell", "/usr/sbin/nologin", _SERVER_ACCOUNT]
+    with (_made(_ROOT_STATE) / "account.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            # If another has made it meanwhile, it says so.
+            return subprocess.run(command, capture_output=True, text=True, check=False).stderr.strip()
+        except FileNotFoundError:
+            return "there is no useradd"
 
 
 def _reachable_by_others(path: Path) -> bool:

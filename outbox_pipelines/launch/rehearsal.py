@@ -28,9 +28,10 @@ from outbox_pipelines.launch.internals import (
     RepositoryPythonOrigin,
     deserialize_value,
 )
+from outbox_pipelines.launch.pool import rolled_back
 from outbox_pipelines.launch.rehearsal_job import __file__ as rehearsal_file
 from outbox_pipelines.launch.rehearsal_job import rehearsal_job
-from outbox_pipelines.launch.storage import is_pooled, rolled_back
+from outbox_pipelines.launch.storage import is_pooled
 from outbox_pipelines.launch.worker import STOP_SIGNALS, execute
 
 _logger = logging.getLogger(__name__)

@@ -1,21 +1,18 @@
 """Upkeep in Dagster: retention and backlog assets, their checks, and the schedules that keep them fresh."""
 
-from base64 import b64encode
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date, timedelta
-from math import isnan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dagster as dg
-from dagster import MetadataValue
 from sqlalchemy import Engine, text
 
 from outbox_pipelines.database.database import Database
 from outbox_pipelines.settings import Settings
 from outbox_pipelines.upkeep import checks
 from outbox_pipelines.upkeep.archive import ArchiveFailed
-from outbox_pipelines.upkeep.chart import draw
+from outbox_pipelines.upkeep.asset_metadata import backlog_metadata, purge_metadata
 from outbox_pipelines.upkeep.checks import Finding, Severity
 from outbox_pipelines.upkeep.progress import note_success
 from outbox_pipelines.upkeep.purge import COMPLETED_JOBS, oldest
@@ -31,16 +28,11 @@ from outbox_pipelines.upkeep.retention import (
 from outbox_pipelines.upkeep.snapshot import (
     Snapshot,
     forget_history,
-    history,
     latest,
     take_jobs,
     take_training,
 )
 from outbox_pipelines.wording import counted
-
-if TYPE_CHECKING:
-    # Imported where it is used: every run loads the code location, and few need it.
-    import pandas as pd
 
 RETENTION_GROUP = "retention"
 BACKLOG_GROUP = "backlog"
@@ -49,8 +41,6 @@ days_partitions = dg.DailyPartitionsDefinition(start_date=FIRST_DAY.isoformat(),
 
 _RANGE_START_TAG = "dagster/asset_partition_range_start"
 _RANGE_END_TAG = "dagster/asset_partition_range_end"
-_TABLE_ROWS = 100
-_CHART_HOURS = 24.0
 _SNAPSHOT_MINUTES = 5
 
 _NO_SNAPSHOT = Finding(True, "no snapshot yet: materialize the asset")
@@ -121,7 +111,7 @@ class UpkeepPipeline:
             purged = day.purged
             line = f"{day.day}: {counted(purged.rows, retention.noun)} in {counted(purged.batches, 'transaction')}"
             context.log.info(f"{line}, {purged.seconds:.1f} s")
-            context.add_asset_metadata(_purge_metadata(day), partition_key=day.day.isoformat())
+            context.add_asset_metadata(purge_metadata(day), partition_key=day.day.isoformat())
 
         try:
             purge_days(
@@ -220,7 +210,7 @@ class UpkeepPipeline:
         def backlog() -> dg.MaterializeResult[None]:
             engine = self.database.migrated_engine()
             snapshot: Snapshot = take(engine)
-            return dg.MaterializeResult(metadata=_backlog_metadata(engine, name, snapshot))
+            return dg.MaterializeResult(metadata=backlog_metadata(engine, name, snapshot))
 
         return backlog
 
@@ -331,72 +321,3 @@ def _result(finding: Finding, **where: Any) -> dg.AssetCheckResult:
         metadata=dict(finding.numbers),
         **names,
     )
-
-
-def _purge_metadata(day: PurgedDay) -> dict[str, Any]:
-    return {
-        "rows deleted": day.purged.rows,
-        "batches": day.purged.batches,
-        "rows left locked": day.purged.left,
-        "seconds": round(day.purged.seconds, 3),
-        **({"oldest row left": MetadataValue.timestamp(day.oldest_left)} if day.oldest_left is not None else {}),
-        **({"archive": MetadataValue.path(str(day.archives[0].path))} if len(day.archives) == 1 else {}),
-        **({"archive sha256": day.archives[0].sha256} if len(day.archives) == 1 else {}),
-        **({"archives": _archives_table(day)} if len(day.archives) > 1 else {}),
-    }
-
-
-def _archives_table(day: PurgedDay) -> MetadataValue:
-    return MetadataValue.table(
-        [
-            dg.TableRecord({"path": str(one.path), "rows": one.rows, "sha256": one.sha256})
-            for one in day.archives[:_TABLE_ROWS]
-        ]
-    )
-
-
-def _backlog_metadata(engine: Engine, name: str, snapshot: Snapshot) -> dict[str, Any]:
-    with engine.connect() as connection:
-        past = history(connection, name, hours=_CHART_HOURS)
-    picture = b64encode(draw(past, title=f"{name}, the last {_CHART_HOURS:g} h")).decode()
-    numbers = {_label(column): round(float(value), 3) for column, value in snapshot.total.items() if not isnan(value)}
-    worst = snapshot.rows.sort_values("oldest_wait_seconds", ascending=False, na_position="last")
-    return {
-        **numbers,
-        "oldest wait (s)": numbers.get("oldest wait (s)", 0.0),
-        "table": _table(worst.drop(columns="tenant_id", errors="ignore").head(_TABLE_ROWS)),
-        "rows in the table": f"{min(len(worst), _TABLE_ROWS):,} of {len(worst):,}",
-        "last 24 hours": MetadataValue.md(f"![waiting and oldest wait](data:image/png;base64,{picture})"),
-    }
-
-
-def _table(frame: "pd.DataFrame") -> MetadataValue:
-    numeric = {column for column in frame.columns if frame[column].dtype.kind in "if"}
-    schema = dg.TableSchema(
-        [dg.TableColumn(_label(column), "float" if column in numeric else "string") for column in frame.columns]
-    )
-    records = [
-        dg.TableRecord({_label(column): _cell(value) for column, value in line.items()})
-        for line in frame.to_dict("records")
-    ]
-    return MetadataValue.table(records, schema)
-
-
-def _cell(value: Any) -> str | float:
-    if isinstance(value, float):
-        return "" if isnan(value) else round(value, 3)
-    return str(value)
-
-
-_LABELS = {
-    "oldest_wait_seconds": "oldest wait (s)",
-    "arrival_rate": "arrival rate (1/s)",
-    "drain_rate": "drain rate (1/s)",
-    "seconds_to_drain": "time to drain (s)",
-    "died": "new dead letters",
-    "gave_up": "newly given up",
-}
-
-
-def _label(column: object) -> str:
-    return _LABELS.get(str(column), str(column).replace("_", " "))

@@ -1,6 +1,7 @@
 """The embedded server: shared by whoever uses it, stopped by whoever leaves last, whatever the folder."""
 
 import os
+import pwd
 import shutil
 import signal
 import stat
@@ -298,6 +299,31 @@ def test_as_root_a_folder_has_the_same_data_by_whatever_path_it_is_reached(new_f
     for place in set(places):
         shutil.rmtree(place)
     assert len(set(places)) == 1
+
+
+MAKING_ACCOUNT = """
+import sys
+from outbox_pipelines.database import embedded
+embedded._SERVER_ACCOUNT = sys.argv[1]
+sys.stdin.read()
+print(embedded._server_account().uid)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root runs the server under another account")
+def test_as_root_processes_that_start_together_agree_on_the_account_of_the_server() -> None:
+    name = f"outbox-test-{os.getpid()}"
+    command = [sys.executable, "-c", MAKING_ACCOUNT, name]
+    try:
+        racers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+        for racer in racers:
+            assert racer.stdin is not None
+            racer.stdin.close()
+        told = {racer.stdout.read() for racer in racers if racer.stdout is not None}
+        assert [racer.wait(60) for racer in racers] == [0] * 6
+        assert told == {f"{pwd.getpwnam(name).pw_uid}\n"}
+    finally:
+        subprocess.run(["userdel", name], capture_output=True, check=False)
 
 
 def test_a_forked_process_that_ends_last_leaves_no_server_behind(folder: Path) -> None:

@@ -32,7 +32,8 @@ from sqlalchemy.exc import OperationalError, ProgrammingError
 from outbox_pipelines.database.embedded import EmbeddedServer
 from outbox_pipelines.database.url import InvalidDatabaseUrl, dagster_storage_url, render
 from outbox_pipelines.launch import storage as storage_module
-from outbox_pipelines.launch.storage import PooledPostgresStorage, events_together, is_pooled, rolled_back
+from outbox_pipelines.launch.pool import rolled_back
+from outbox_pipelines.launch.storage import PooledPostgresStorage, events_together, is_pooled
 from tests.launch.conftest import made_storage, wait_until
 
 _numbers = count(1)
@@ -552,7 +553,7 @@ def test_a_restart_of_the_server_is_noticed_without_an_error(
 FORKING = """
 import json, os, signal, sys, threading
 from sqlalchemy import create_engine, text
-from outbox_pipelines.launch import storage
+from outbox_pipelines.launch import pool
 from outbox_pipelines.launch.storage import PooledPostgresStorage
 from outbox_pipelines.database.url import dagster_storage_url
 
@@ -648,7 +649,7 @@ def work(n):
 
 def lock():
     # As a thread does that makes an engine at this moment.
-    with storage._lock:
+    with pool._lock:
         holds.release()
         go_on.wait()
 
