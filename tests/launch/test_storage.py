@@ -31,6 +31,7 @@ from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from outbox_pipelines.database.embedded import EmbeddedServer
 from outbox_pipelines.database.url import InvalidDatabaseUrl, dagster_storage_url, render
+from outbox_pipelines.launch import pool as pool_module
 from outbox_pipelines.launch import storage as storage_module
 from outbox_pipelines.launch.pool import rolled_back
 from outbox_pipelines.launch.storage import PooledPostgresStorage, events_together, is_pooled
@@ -497,7 +498,7 @@ def test_sessions_that_the_server_ended_are_replaced_without_an_error(
 def test_a_loss_that_the_socket_does_not_tell_is_found_by_the_ping(
     database: Database, name: str, no_complaint: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage_module, "_has_something_to_read", lambda _connection: False)
+    monkeypatch.setattr(pool_module, "_has_something_to_read", lambda _connection: False)
     opened = database.open(name, ping_after_idle_seconds=0)
     with held(opened, 3):
         pass
