@@ -189,6 +189,17 @@ class Settings(BaseSettings):
         {}, description='The same for kinds, as JSON: `{"makeup_exams": 60}`; the first pattern that fits counts.'
     )
 
+    # Health and metrics
+    health_refresh_seconds: float = Field(
+        10, ge=1, le=3600, description="Seconds between two looks of `outbox health-server` at the database."
+    )
+    metrics_tenants: int = Field(
+        100,
+        ge=0,
+        le=10_000,
+        description="Tenants with series of their own in the metrics; the others are one, `_other`.",
+    )
+
     # ML service
     ml_target: str = Field("127.0.0.1:50051", min_length=1, description="gRPC address of the ML service, `host:port`.")
     ml_deadline_seconds: float = Field(10, ge=0.05, le=600, description="Seconds one `TrainBatch` call may take.")

@@ -19,3 +19,8 @@ def spoken(duration: timedelta) -> str:
     if seconds < 172_800:
         return f"{seconds // 3600} h"
     return f"{seconds // 86_400} days"
+
+
+def spoken_seconds(seconds: float) -> str:
+    """The same of a number of seconds."""
+    return spoken(timedelta(seconds=seconds))

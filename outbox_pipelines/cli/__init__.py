@@ -19,6 +19,7 @@ import typer
 
 from outbox_pipelines import __version__
 from outbox_pipelines.cli.dead_letters import dead_letters_app
+from outbox_pipelines.cli.health_server import health_server
 from outbox_pipelines.cli.jobs import jobs_app, worker
 from outbox_pipelines.cli.launcher import launcher_app
 from outbox_pipelines.cli.output import AsJson, example, local_time, opened_database, show, show_table
@@ -37,6 +38,7 @@ app.add_typer(tenants_app, name="tenants")
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(launcher_app, name="launcher")
 app.add_typer(dead_letters_app, name="dead-letters")
+app.command("health-server", epilog=example("outbox health-server --port 9464"))(health_server)
 app.command(epilog=example("outbox worker", "outbox worker --kind automatic_timetable --consumers 4"))(worker)
 
 

@@ -271,11 +271,9 @@ def _state(line: Any) -> str:
 
 
 def _waiting(seconds: float | None) -> str:
-    from datetime import timedelta
+    from outbox_pipelines.wording import spoken_seconds
 
-    from outbox_pipelines.wording import spoken
-
-    return "" if seconds is None else spoken(timedelta(seconds=seconds))
+    return "" if seconds is None else spoken_seconds(seconds)
 
 
 def _progress(line: Any) -> str:

@@ -45,8 +45,8 @@ def cancel(connection: Connection, kinds: Kinds, message_id: int) -> State:
     if row.state == State.PROCESSING:
         connection.execute(
             text("""
-                INSERT INTO outbox.job_attempts (message_id, claim, attempt, run_id, outcome, started_at, error)
-                SELECT message_id, claims, processing_attempts, lease_holder, 'cancelled', claimed_at, :reason
+                INSERT INTO outbox.job_attempts (message_id, kind, claim, attempt, run_id, outcome, started_at, error)
+                SELECT message_id, kind, claims, processing_attempts, lease_holder, 'cancelled', claimed_at, :reason
                 FROM outbox.messages WHERE message_id = :id
             """),
             {"id": message_id, "reason": reason},

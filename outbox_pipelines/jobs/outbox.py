@@ -245,12 +245,13 @@ def settle(connection: Connection, settlements: Sequence[Settlement], *, holder:
                 WHERE message.message_id = ending.id AND message.lease_token = ending.token
                   -- Said twice, or a batch of some hundred would be joined to a scan of a whole small table.
                   AND message.message_id = ANY (CAST(:ids AS bigint[]))
-                RETURNING message.message_id, message.claims, message.claimed_at, ending.outcome, ending.error,
+                RETURNING message.message_id, message.kind, message.claims, message.claimed_at, ending.outcome,
+                          ending.error,
                           message.processing_attempts + CASE WHEN ending.outcome = 'interrupted' THEN 1 ELSE 0 END
                           AS attempt
             )
-            INSERT INTO outbox.job_attempts (message_id, claim, attempt, run_id, outcome, started_at, error)
-            SELECT message_id, claims, attempt, :holder, outcome, claimed_at, error FROM ended
+            INSERT INTO outbox.job_attempts (message_id, kind, claim, attempt, run_id, outcome, started_at, error)
+            SELECT message_id, kind, claims, attempt, :holder, outcome, claimed_at, error FROM ended
             RETURNING message_id
         """),
         {
@@ -334,7 +335,7 @@ def expire(
     lost = connection.execute(
         text(f"""
             WITH lost AS MATERIALIZED (
-                SELECT message_id, claims, processing_attempts, lease_holder, claimed_at FROM outbox.messages
+                SELECT message_id, kind, claims, processing_attempts, lease_holder, claimed_at FROM outbox.messages
                 WHERE state = 'Processing' {ended} AND ({which})
                 LIMIT {EXPIRED_AT_ONCE} FOR UPDATE {locked}
             ), returned AS (
@@ -343,8 +344,8 @@ def expire(
                     lease_token = NULL, lease_expires_at = NULL, lease_holder = NULL
                 FROM lost WHERE message.message_id = lost.message_id
             )
-            INSERT INTO outbox.job_attempts (message_id, claim, attempt, run_id, outcome, started_at, error)
-            SELECT message_id, claims, processing_attempts, lease_holder, 'lost', claimed_at, :reason FROM lost
+            INSERT INTO outbox.job_attempts (message_id, kind, claim, attempt, run_id, outcome, started_at, error)
+            SELECT message_id, kind, claims, processing_attempts, lease_holder, 'lost', claimed_at, :reason FROM lost
             RETURNING message_id
         """),
         {**(parameters or {}), "reason": reason},

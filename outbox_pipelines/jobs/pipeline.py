@@ -12,11 +12,12 @@ from pydantic import Field
 from sqlalchemy import Engine
 
 from outbox_pipelines.database.database import Database
+from outbox_pipelines.database.progress import RECOVERY, expect, note_success
 from outbox_pipelines.jobs.keeper import LeaseKeeper
 from outbox_pipelines.jobs.kinds import JobKind, Kinds
 from outbox_pipelines.jobs.message import AttemptOutcome, NotClaimed
 from outbox_pipelines.jobs.publisher import Publisher, places, served_by_runs
-from outbox_pipelines.jobs.recovery import note_served, recover, recover_orphans
+from outbox_pipelines.jobs.recovery import note_served, recover, recover_orphans, sensor_name
 from outbox_pipelines.jobs.report import not_claimed_line, polled_line, report_line
 from outbox_pipelines.jobs.runner import Report, Runner
 from outbox_pipelines.jobs.transport import Fate, Published, Served
@@ -26,6 +27,7 @@ KIND_TAG = "outbox/kind"
 MESSAGE_TAG = "outbox/message"
 ATTEMPT_TAG = "outbox/attempt"
 RUN_KEY_TAG = "dagster/run_key"
+RECOVERY_SENSOR = "job_recovery_sensor"
 SERVER = "dagster"
 
 _KEEPER_DELAY_SECONDS = 2.0
@@ -94,7 +96,7 @@ class JobPipeline:
             return self._poll(context, kind)
 
         return dg.SensorDefinition(
-            name=f"{kind.name}_sensor",
+            name=sensor_name(kind.name),
             description=f"Looks for due jobs of kind {kind.name} and starts a run for each, as places are free. "
             "Turned off, the kind is paused.",
             evaluation_fn=poll,
@@ -106,7 +108,7 @@ class JobPipeline:
 
     def _recovery_sensor(self) -> dg.SensorDefinition:
         return dg.SensorDefinition(
-            name="job_recovery_sensor",
+            name=RECOVERY_SENSOR,
             description="Brings back lost leases and lost publishes; at start also domain jobs without a message. "
             "Starts no run: its skip reasons say what it did.",
             evaluation_fn=self._recover,
@@ -144,11 +146,13 @@ class JobPipeline:
     def _poll(self, context: dg.SensorEvaluationContext, kind: JobKind) -> dg.SensorResult:
         transport = RunTransport(self.database.migrated_engine(), context.instance, {kind.name: kind}, self.settings)
         transport.wake(kind.name)
+        with self.database.engine.begin() as connection:
+            note_success(connection, sensor_name(kind.name), every=self.settings.poll_seconds)
         if transport.requests:
             return dg.SensorResult(run_requests=transport.requests)
         return dg.SensorResult(skip_reason=transport.skip_reason)
 
-    def _recover(self, _context: dg.SensorEvaluationContext) -> dg.SensorResult:
+    def _recover(self, context: dg.SensorEvaluationContext) -> dg.SensorResult:
         engine = self.database.migrated_engine()
         with engine.begin() as connection:
             # Before parking: these kinds are registered, whether their sensors are on or off.
@@ -160,6 +164,12 @@ class JobPipeline:
             done.orphans, done.problems = orphans.orphans, orphans.problems
             if not orphans.problems:
                 self._orphans_recovered.set()
+        polls = {sensor_name(name): float(self.settings.poll_seconds) for name in self.kinds}
+        every = float(self.settings.recovery_seconds)
+        with engine.begin() as connection:
+            note_success(connection, RECOVERY, done.lost_leases + done.lost_publishes, every=every)
+            expect(connection, {**polls, RECOVERY_SENSOR: every}, paused=_turned_off(context.instance))
+            note_success(connection, RECOVERY_SENSOR, every=every)
         return dg.SensorResult(skip_reason=done.words())
 
 
@@ -246,6 +256,11 @@ class _Runs:
             )
             for one in published
         ]
+
+
+def _turned_off(instance: dg.DagsterInstance) -> list[str]:
+    """Names of the sensors and schedules that somebody has turned off in the UI."""
+    return [one.instigator_name for one in instance.all_instigator_state() if one.status.value == "STOPPED"]
 
 
 def _tag_run(context: dg.OpExecutionContext, report: Report) -> None:

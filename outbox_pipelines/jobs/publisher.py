@@ -5,10 +5,14 @@ from uuid import uuid4
 
 from sqlalchemy import Connection, Engine, text
 
+from outbox_pipelines.database.totals import add_sql, bucket_sql
 from outbox_pipelines.jobs.kinds import JobKind
 from outbox_pipelines.jobs.message import State
 from outbox_pipelines.jobs.transport import Fate, Published, Runs, Served
 from outbox_pipelines.lease.backoff import backoff_seconds
+
+PUBLISHED = "published"
+"""The metric of publishes: how many, and how long their messages had been due."""
 
 _FIRST_PAUSE_SECONDS = 2.0
 _LONGEST_PAUSE_SECONDS = 300.0
@@ -116,6 +120,13 @@ def served_by_runs(connection: Connection, kind: JobKind) -> Served:
     return Served(kind.name, kind.consumers, running=row.running, progress_age=max(row.age, 0.0))
 
 
+# By the kind and how long they had been due. Only the kind's publisher, whose turn it is, writes these rows.
+_COUNT = add_sql(f"""
+    SELECT '{PUBLISHED}', :kind, '', {bucket_sql("waited")}, count(*), sum(greatest(0, waited))
+    FROM published GROUP BY 4
+""")
+
+
 def publish(connection: Connection, kind: JobKind) -> list[Published]:
     """Reserve the most urgent due messages for runs: Pending to Publishing, as many as places are free.
 
@@ -125,7 +136,7 @@ def publish(connection: Connection, kind: JobKind) -> list[Published]:
     token = uuid4()
     _take_turns(connection, kind)
     rows = connection.execute(
-        text("""
+        text(f"""
             WITH due AS MATERIALIZED (
                 SELECT message_id FROM outbox.messages
                 WHERE kind = :kind AND state = 'Pending' AND available_at <= statement_timestamp()
@@ -135,12 +146,15 @@ def publish(connection: Connection, kind: JobKind) -> list[Published]:
                     WHERE kind = :kind AND state IN ('Publishing', 'Published', 'Processing')
                 ))
                 FOR UPDATE SKIP LOCKED
-            )
-            UPDATE outbox.messages AS message
-            SET state = 'Publishing', publish_token = :token, publish_attempts = publish_attempts + 1,
-                published_at = clock_timestamp(), parked = false
-            FROM due WHERE message.message_id = due.message_id
-            RETURNING message.message_id, publish_attempts, processing_attempts, priority, available_at
+            ), published AS (
+                UPDATE outbox.messages AS message
+                SET state = 'Publishing', publish_token = :token, publish_attempts = publish_attempts + 1,
+                    published_at = clock_timestamp(), parked = false
+                FROM due WHERE message.message_id = due.message_id
+                RETURNING message.message_id, publish_attempts, processing_attempts, priority, available_at,
+                          extract(epoch FROM published_at - available_at) AS waited
+            ), counted AS ({_COUNT})
+            SELECT * FROM published
         """),
         {"kind": kind.name, "consumers": kind.consumers, "token": token},
     ).all()

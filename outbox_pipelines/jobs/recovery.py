@@ -8,6 +8,7 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from outbox_pipelines.database.error_text import first_line
+from outbox_pipelines.database.progress import forget
 from outbox_pipelines.jobs.kinds import JobKind, Kinds
 from outbox_pipelines.jobs.outbox import EXPIRED_AT_ONCE, expire
 from outbox_pipelines.jobs.transport import Served
@@ -92,6 +93,11 @@ def recover_orphans(engine: Engine, kinds: Iterable[JobKind]) -> Recovered:
     return done
 
 
+def sensor_name(kind: str) -> str:
+    """The name of the sensor that polls for a kind, which is also the name of that task."""
+    return f"{kind}_sensor"
+
+
 def note_served(connection: Connection, server: str, served: Iterable[Served], *, listening: bool = False) -> None:
     """Note who serves which kinds and how it gets on, by the database's clock.
 
@@ -170,10 +176,21 @@ def _park(connection: Connection, served: list[str]) -> int:
     Only words: a claim of a registered kind pays no heed to them. The kinds that wait are found
     by jumping from one to the next along the index of due messages.
     """
-    connection.execute(
-        text("DELETE FROM outbox.job_servers WHERE seen_at < clock_timestamp() - CAST(:remembered AS interval)"),
+    gone = connection.execute(
+        text("""
+            WITH gone AS (
+                DELETE FROM outbox.job_servers WHERE seen_at < clock_timestamp() - CAST(:remembered AS interval)
+                RETURNING kind, server
+            )
+            SELECT kind FROM gone
+            WHERE NOT EXISTS (
+                SELECT FROM outbox.job_servers AS left_over
+                WHERE left_over.kind = gone.kind AND (kind, server) NOT IN (SELECT kind, server FROM gone)
+            )
+        """),
         {"remembered": _REMEMBERED},
     )
+    forget(connection, [sensor_name(kind) for kind in gone.scalars()])
     connection.execute(
         text("""
             UPDATE outbox.messages SET parked = false, last_error = NULL

@@ -16,6 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from outbox_pipelines.database.database import Database
 from outbox_pipelines.database.engine import for_single_statements, open_engine
+from outbox_pipelines.database.progress import RECOVERY, note_success
 from outbox_pipelines.jobs.keeper import LeaseKeeper
 from outbox_pipelines.jobs.kinds import JobKind, Kinds
 from outbox_pipelines.jobs.lane import SETTLERS, Lane
@@ -208,6 +209,9 @@ class Worker:
                 publish_timeout=self._settings.publish_timeout_seconds,
                 also_published=True,
             )
+            with self._engine.begin() as connection:
+                rows = done.lost_leases + done.lost_publishes
+                note_success(connection, RECOVERY, rows, every=self._settings.recovery_seconds)
         except SQLAlchemyError as error:
             _logger.warning("a recovery failed and will be tried again: %s", type(error).__name__)
             return

@@ -135,11 +135,14 @@ def settle(connection: Connection, lease: Lease, tenant: Tenant, unsettled: Unse
     schema = driver_identifier(tenant.schema)
     parameters: dict[str, object] = {**fence_parameters(lease), "run_id": run_id}
     parts = [f"held AS ({fence(lease.table, returning='paused')})"]
+    if unsettled.gone_ids:
+        # For this transaction: what it deletes is not noted as removed by hand.
+        parts.append("settling AS (SELECT FROM held WHERE set_config('outbox.settles', 'yes', true) = 'yes')")
     if unsettled.delivered:
         parts.append(f"""
             delivered AS (
                 DELETE FROM {schema}.ml_outbox
-                WHERE id = ANY (%(delivered_ids)s::bigint[]) AND EXISTS (SELECT FROM held)
+                WHERE id = ANY (%(delivered_ids)s::bigint[]) AND EXISTS (SELECT FROM settling)
             ),
             noted AS (
                 INSERT INTO outbox.training_ledger
@@ -168,7 +171,7 @@ def settle(connection: Connection, lease: Lease, tenant: Tenant, unsettled: Unse
             buried AS (
                 DELETE FROM {schema}.ml_outbox AS waiting
                 USING unnest(%(dead_ids)s::bigint[], %(reasons)s::text[]) AS dead (id, reason)
-                WHERE waiting.id = dead.id AND EXISTS (SELECT FROM held)
+                WHERE waiting.id = dead.id AND EXISTS (SELECT FROM settling)
                 RETURNING waiting.id, waiting.example, waiting.created_at, waiting.attempts + 1, dead.reason
             ),
             graves AS (

@@ -12,6 +12,7 @@ from sqlalchemy.exc import DBAPIError
 
 from outbox_pipelines.database.database import Database
 from outbox_pipelines.database.error_text import first_line
+from outbox_pipelines.database.progress import note_success
 from outbox_pipelines.settings import LOCAL_MODE, RUN_START_SECONDS, Settings, TrainMode
 from outbox_pipelines.tenants.registry import Tenant, UnknownTenant, get_tenant
 from outbox_pipelines.training import outbox
@@ -22,6 +23,7 @@ from outbox_pipelines.training.report import ending_words, failure_line, standin
 from outbox_pipelines.training.sink import SinkFactory
 from outbox_pipelines.wording import counted
 
+SENSOR = "training_outbox_sensor"
 TENANT_TAG = "outbox/tenant"
 TRIGGER_TAG = "outbox/trigger"
 PARTITIONS_CHUNK = 1_000
@@ -122,9 +124,9 @@ class TrainingPipeline:
 
     def _sensor(self, jobs: Sequence[dg.JobDefinition]) -> dg.SensorDefinition:
         return dg.SensorDefinition(
-            name="training_outbox_sensor",
+            name=SENSOR,
             description="Looks which tenants have training rows waiting and starts their flush runs.",
-            evaluation_fn=self._poll,
+            evaluation_fn=self._tick,
             jobs=jobs,
             minimum_interval_seconds=self.settings.poll_seconds,
             default_status=dg.DefaultSensorStatus.RUNNING,
@@ -180,6 +182,12 @@ class TrainingPipeline:
         return dg.Output(None, metadata={"rows waiting": total, "tenants": MetadataValue.table(records[:_TABLE_ROWS])})
 
     # The sensor
+
+    def _tick(self, context: dg.SensorEvaluationContext) -> dg.SensorResult:
+        result = self._poll(context)
+        with self.database.engine.begin() as connection:
+            note_success(connection, SENSOR, every=self.settings.poll_seconds)
+        return result
 
     def _poll(self, context: dg.SensorEvaluationContext) -> dg.SensorResult:
         engine = self.database.migrated_engine()

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import Connection, text
 
 from outbox_pipelines.upkeep.snapshot import ALL_TENANTS
-from outbox_pipelines.wording import counted, spoken
+from outbox_pipelines.wording import counted, spoken_seconds
 
 if TYPE_CHECKING:
     # Imported where it is used: every run loads the code location, and few need it.
@@ -21,6 +21,9 @@ _NAMED = 5
 """Tenants or kinds that a description names."""
 
 GROWTH_HOURS = 1.0
+
+TRAINING_WAIT_REMEDY = "`outbox tenants list` says why; look at the failed runs of tenant_flush"
+JOB_WAIT_REMEDY = "see that the kind's sensor is on, and give it more consumers, or start workers"
 
 
 class Severity(StrEnum):
@@ -48,32 +51,33 @@ def target_of(name: str, targets: Mapping[str, float], default: float) -> float:
 
 
 def oldest_wait(
-    rows: "pd.DataFrame", column: str, *, targets: Mapping[str, float], default: float, remedy: str
+    waits: Mapping[str, float], noun: str, *, targets: Mapping[str, float], default: float, remedy: str
 ) -> Finding:
     """Whether nobody waits for longer than its target.
 
     Args:
-        rows: the last snapshot of tenants or kinds.
-        column: with their names.
+        waits: the oldest wait in seconds, by tenant or kind.
+        noun: what one of these is.
         targets: seconds by pattern of names (``*`` and ``?``), the first that fits counts.
         default: seconds for all others.
         remedy: what to do.
     """
     late = []
-    waits = rows["oldest_wait_seconds"].fillna(0)
-    for name, waited in zip(rows[column], waits, strict=True):
+    for name, waited in waits.items():
         allowed = target_of(name, targets, default)
         if waited > allowed:
             late.append((waited / allowed, name, waited, allowed))
-    longest = float(waits.max()) if len(waits) else 0.0
+    longest = float(max(waits.values(), default=0.0))
     numbers = {"oldest wait (s)": round(longest, 1), "late": len(late)}
     if not late:
-        return Finding(True, f"the oldest wait is {_spoken(longest)}, within every target", numbers=numbers)
+        return Finding(True, f"the oldest wait is {spoken_seconds(longest)}, within every target", numbers=numbers)
     late.sort(reverse=True)
-    named = _named(f"{name} for {_spoken(waited)} (target {_spoken(allowed)})" for _, name, waited, allowed in late)
+    named = _named(
+        f"{name} for {spoken_seconds(waited)} (target {spoken_seconds(allowed)})" for _, name, waited, allowed in late
+    )
     # Three times its target is no hiccup.
     severity = Severity.ERROR if late[0][0] >= 3 else Severity.WARN
-    what = f"{counted(len(late), column)} waited longer than the target allows"
+    what = f"{counted(len(late), noun)} waited longer than the target allows"
     return Finding(False, f"{what}: {named}; {remedy}", severity, numbers)
 
 
@@ -95,11 +99,11 @@ def expired_leases(connection: Connection, *, older_than: float) -> Finding:
     ).one()
     numbers = {"expired leases": int(row.leases), "oldest (s)": round(row.oldest or 0.0, 1)}
     if not row.leases:
-        return Finding(True, f"no lease ended more than {_spoken(older_than)} ago", numbers=numbers)
+        return Finding(True, f"no lease ended more than {spoken_seconds(older_than)} ago", numbers=numbers)
     return Finding(
         False,
-        f"{counted(row.leases, 'lease')} ended up to {_spoken(row.oldest)} ago and nobody took the jobs back (the "
-        f"first is message {row.first}): turn job_recovery_sensor on, see that the daemon runs, or start a worker "
+        f"{counted(row.leases, 'lease')} ended up to {spoken_seconds(row.oldest)} ago and nobody took the jobs back "
+        f"(the first is message {row.first}): turn job_recovery_sensor on, see that the daemon runs, or start a worker "
         "(`outbox worker`), which recovers as well",
         Severity.ERROR,
         numbers,
@@ -147,8 +151,8 @@ def keeps_up(connection: Connection, table: str, *, remedy: str) -> Finding:
     arrived, drained = sum(row.arrived for row in rows), sum(row.drained for row in rows)
     numbers = {"arrived": arrived, "drained": drained, "hours": round(seconds / 3600, 2)}
     if seconds < GROWTH_HOURS * 3600 / 2:
-        return Finding(True, f"too early to say: {_spoken(seconds)} of snapshots", numbers=numbers)
-    facts = f"in {_spoken(seconds)} {arrived:,} came and {drained:,} left"
+        return Finding(True, f"too early to say: {spoken_seconds(seconds)} of snapshots", numbers=numbers)
+    facts = f"in {spoken_seconds(seconds)} {arrived:,} came and {drained:,} left"
     if drained >= arrived or not rows[-1].waiting:
         return Finding(True, facts, numbers=numbers)
     # Each look found more than the one before: it grows, and is not a wave that passes.
@@ -188,7 +192,3 @@ def _named(names: Iterable[str]) -> str:
     found = list(names)
     more = f" and {len(found) - _NAMED:,} more" if len(found) > _NAMED else ""
     return ", ".join(found[:_NAMED]) + more
-
-
-def _spoken(seconds: float) -> str:
-    return spoken(timedelta(seconds=seconds))

@@ -9,12 +9,12 @@ import dagster as dg
 from sqlalchemy import Engine, text
 
 from outbox_pipelines.database.database import Database
+from outbox_pipelines.database.progress import DAILY, expect, note_success
 from outbox_pipelines.settings import Settings
 from outbox_pipelines.upkeep import checks
 from outbox_pipelines.upkeep.archive import ArchiveFailed
 from outbox_pipelines.upkeep.asset_metadata import backlog_metadata, purge_metadata
 from outbox_pipelines.upkeep.checks import Finding, Severity
-from outbox_pipelines.upkeep.progress import note_success
 from outbox_pipelines.upkeep.purge import COMPLETED_JOBS, oldest
 from outbox_pipelines.upkeep.retention import (
     FIRST_DAY,
@@ -32,6 +32,7 @@ from outbox_pipelines.upkeep.snapshot import (
     take_jobs,
     take_training,
 )
+from outbox_pipelines.upkeep.totals import roll_up
 from outbox_pipelines.wording import counted
 
 RETENTION_GROUP = "retention"
@@ -142,7 +143,7 @@ class UpkeepPipeline:
                 # Nothing to do is a success, too.
                 for name, span in spans.items():
                     if span is None:
-                        note_success(connection, name, 0)
+                        note_success(connection, name, every=DAILY)
                 forget_history(connection, days=self.settings.backlog_retention_days)
             ages = ", ".join(f"{retention.noun}s {retention.days:g} days" for retention in kept.values())
             yield from requests
@@ -210,6 +211,11 @@ class UpkeepPipeline:
         def backlog() -> dg.MaterializeResult[None]:
             engine = self.database.migrated_engine()
             snapshot: Snapshot = take(engine)
+            # So that there is never much to count when metrics are asked for.
+            roll_up(engine, tenants=self.settings.metrics_tenants)
+            with engine.begin() as connection:
+                note_success(connection, name, every=60.0 * _SNAPSHOT_MINUTES)
+                expect(connection, {retention.name: DAILY for retention in retentions(self.settings)})
             return dg.MaterializeResult(metadata=backlog_metadata(engine, name, snapshot))
 
         return backlog
@@ -224,11 +230,11 @@ class UpkeepPipeline:
                     return {}
                 return {
                     "oldest_wait": checks.oldest_wait(
-                        rows,
+                        _waits(rows, "tenant"),
                         "tenant",
                         targets=settings.training_wait_targets,
                         default=settings.training_wait_target_seconds,
-                        remedy="`outbox tenants list` says why; look at the failed runs of tenant_flush",
+                        remedy=checks.TRAINING_WAIT_REMEDY,
                     ),
                     "no_new_dead_letters": checks.nothing_new_died(
                         rows,
@@ -266,11 +272,11 @@ class UpkeepPipeline:
                     return {"expired_leases": expired}
                 return {
                     "oldest_wait": checks.oldest_wait(
-                        rows,
+                        _waits(rows, "kind"),
                         "kind",
                         targets=settings.job_wait_targets,
                         default=settings.job_wait_target_seconds,
-                        remedy="see that the kind's sensor is on, and give it more consumers, or start workers",
+                        remedy=checks.JOB_WAIT_REMEDY,
                     ),
                     "expired_leases": expired,
                     "no_new_failures": checks.nothing_new_died(
@@ -309,6 +315,10 @@ class UpkeepPipeline:
                 yield _result(found.get(name, _NO_SNAPSHOT), name=name, asset=asset)
 
         return all_checks
+
+
+def _waits(rows: Any, names: str) -> dict[str, float]:
+    return dict(zip(rows[names], rows["oldest_wait_seconds"].fillna(0.0), strict=True))
 
 
 def _result(finding: Finding, **where: Any) -> dg.AssetCheckResult:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from sqlalchemy import Connection, Engine, text
 
+from outbox_pipelines.database.progress import DAILY, note_success
 from outbox_pipelines.errors import OutboxError
 from outbox_pipelines.settings import Settings
 from outbox_pipelines.tenants.registry import list_tenants
 from outbox_pipelines.training.backlog import oldest_dead_letters
 from outbox_pipelines.upkeep.archive import Archived, archive
-from outbox_pipelines.upkeep.progress import note_success
 from outbox_pipelines.upkeep.purge import (
     COMPLETED_JOBS,
     DELIVERIES,
@@ -167,7 +167,7 @@ def purge_days(
             keys = kept.key_chunks() if kept is not None else None
             whole += purge(engine, place.aged, since=since, before=_end(day), pause=pause, keys=keys)
         with engine.begin() as connection:
-            note_success(connection, retention.name, whole.rows)
+            note_success(connection, retention.name, whole.rows, every=DAILY)
         on_day(PurgedDay(day, whole, archives, _oldest_left(engine, retention)))
 
 

@@ -11,8 +11,8 @@ from pydantic import Field
 from sqlalchemy import Engine, text
 
 from outbox_pipelines.database.database import Database
+from outbox_pipelines.database.progress import DAILY, note_success
 from outbox_pipelines.settings import Settings
-from outbox_pipelines.upkeep.progress import note_success
 from outbox_pipelines.upkeep.pruned_runs import forget_pruned, note_pruned
 from outbox_pipelines.wording import counted
 
@@ -109,7 +109,7 @@ class RunHistoryPipeline:
             most=config.most,
         )
         with engine.begin() as connection:
-            note_success(connection, NAME, done.runs)
+            note_success(connection, NAME, done.runs, every=DAILY)
             # As long as the ledgers may name a run, and no longer.
             forget_pruned(
                 connection,

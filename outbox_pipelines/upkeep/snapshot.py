@@ -5,7 +5,7 @@ arrived is what left plus what there is more of.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from math import isnan
 from typing import TYPE_CHECKING, Any
@@ -125,18 +125,44 @@ def take_jobs(engine: Engine) -> Snapshot:
             """,
             {"last": last},
         )
-        rows = connection.execute(text(_JOBS), {"last": last}).all()
+        counted = count_jobs(connection, since=last)
     lines = []
-    for row in rows:
+    for row in counted:
         live = sum(getattr(row, name) for name in LIVE_COLUMNS)
-        counts = {name: getattr(row, name) for name in JOB_COLUMNS if hasattr(row, name)}
-        counts["oldest_wait_seconds"] = None if row.oldest is None else _since(row.oldest, now)
         arrived = max(0, live - before.get(row.kind, 0) + row.drained)
-        lines.append({"kind": row.kind, **counts, "arrived": arrived})
+        lines.append({**asdict(row), "arrived": arrived})
     snapshot = _finished(lines, ("kind",), JOB_COLUMNS, now, last, live=LIVE_COLUMNS)
     with engine.begin() as connection:
         _note(connection, "job_backlog", "kind", "text", snapshot, JOB_COLUMNS, total="")
     return snapshot
+
+
+@dataclass(frozen=True)
+class KindCounts:
+    """The messages of a kind; for the names see :func:`take_jobs`."""
+
+    kind: str
+    waiting: int
+    scheduled: int
+    publishing: int
+    published: int
+    processing: int
+    parked: int
+    expired_leases: int
+    failed: int
+    drained: int
+    gave_up: int
+    oldest_wait_seconds: float | None
+
+
+def count_jobs(connection: Connection, *, since: datetime | None) -> list[KindCounts]:
+    """Count the messages of each kind that has any, or that is served.
+
+    Args:
+        connection: in a transaction, whose begin is the instant that is meant.
+        since: completed messages are counted from then on; none when not given.
+    """
+    return [KindCounts(**row._mapping) for row in connection.execute(text(_JOBS), {"last": since})]
 
 
 # Each part is answered by an index that holds the few live messages, or those of a span of time.
@@ -168,8 +194,8 @@ _JOBS = """
            coalesce(processing, 0) AS processing, coalesce(parked, 0) AS parked,
            coalesce(expired_leases, 0) AS expired_leases, coalesce(failed, 0) AS failed,
            coalesce(drained, 0) AS drained, coalesce(gave_up, 0) AS gave_up,
-           CASE WHEN least(pending.oldest, flying.oldest) <= now() THEN least(pending.oldest, flying.oldest) END
-           AS oldest
+           CASE WHEN least(pending.oldest, flying.oldest) <= now()
+                THEN extract(epoch FROM now() - least(pending.oldest, flying.oldest))::float8 END AS oldest_wait_seconds
     FROM kinds LEFT JOIN pending USING (kind) LEFT JOIN parked USING (kind) LEFT JOIN flying USING (kind)
          LEFT JOIN failed USING (kind) LEFT JOIN ended USING (kind)
     ORDER BY kind

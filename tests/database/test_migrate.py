@@ -25,7 +25,7 @@ from outbox_pipelines.settings import load_settings
 from outbox_pipelines.tenants.registry import add_tenant
 from tests.outboxes import new_tenant, wait_until
 
-CONTROL_TABLES = 11
+CONTROL_TABLES = 15
 """The version's, the registry's and health, the ledgers, messages and servers."""
 
 

@@ -14,28 +14,23 @@ from tests.jobs.messages import enqueue, let_expire, run, take
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 
 
-def waits(**seconds: float | None) -> pd.DataFrame:
-    """A snapshot's rows: who waits for how long."""
-    return pd.DataFrame({"tenant": list(seconds), "oldest_wait_seconds": list(seconds.values())})
-
-
-def oldest_wait(rows: pd.DataFrame, **targets: float) -> Finding:
-    return checks.oldest_wait(rows, "tenant", targets=targets, default=300, remedy="do something")
+def oldest_wait(**waits: float) -> Finding:
+    return checks.oldest_wait(waits, "tenant", targets={}, default=300, remedy="do something")
 
 
 # The oldest wait
 
 
 def test_nobody_waits_too_long() -> None:
-    found = oldest_wait(waits(acme=12.0, idle=None))
+    found = oldest_wait(acme=12.0, idle=0.0)
     assert found.passed
     assert found.text == "the oldest wait is 12 s, within every target"
     assert found.numbers == {"oldest wait (s)": 12.0, "late": 0}
-    assert oldest_wait(waits()).passed
+    assert oldest_wait().passed
 
 
 def test_who_waits_too_long_is_named_the_worst_first() -> None:
-    found = oldest_wait(waits(acme=400.0, busy=301.0, fine=300.0))
+    found = oldest_wait(acme=400.0, busy=301.0, fine=300.0)
     assert not found.passed
     assert found.severity is Severity.WARN
     assert found.text == (
@@ -46,19 +41,19 @@ def test_who_waits_too_long_is_named_the_worst_first() -> None:
 
 
 def test_three_times_the_target_is_an_error() -> None:
-    assert oldest_wait(waits(acme=899.0)).severity is Severity.WARN
-    assert oldest_wait(waits(acme=900.0)).severity is Severity.ERROR
+    assert oldest_wait(acme=899.0).severity is Severity.WARN
+    assert oldest_wait(acme=900.0).severity is Severity.ERROR
 
 
 def test_a_group_has_a_target_of_its_own_and_the_first_that_fits_counts() -> None:
-    rows = pd.DataFrame({"tenant": ["vip-1", "vip-slow", "acme"], "oldest_wait_seconds": [70.0, 70.0, 70.0]})
+    waits = {"vip-1": 70.0, "vip-slow": 70.0, "acme": 70.0}
     targets = {"vip-slow": 3600.0, "vip-*": 60.0}
-    found = checks.oldest_wait(rows, "tenant", targets=targets, default=300, remedy="do something")
+    found = checks.oldest_wait(waits, "tenant", targets=targets, default=300, remedy="do something")
     assert found.text.startswith("1 tenant waited longer than the target allows: vip-1 for 70 s (target 60 s);")
 
 
 def test_a_thousand_late_tenants_are_counted_and_five_are_named() -> None:
-    found = oldest_wait(waits(**{f"t{number}": 1000.0 for number in range(1000)}))
+    found = oldest_wait(**{f"t{number}": 1000.0 for number in range(1000)})
     assert found.text.startswith("1,000 tenants waited")
     assert found.text.count("target 5 min") == 5
     assert "and 995 more; do something" in found.text

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine, text
 
+from outbox_pipelines.database.progress import all_progress
 from outbox_pipelines.settings import InvalidSettings, Settings
 from outbox_pipelines.upkeep.archive import ArchiveFailed
-from outbox_pipelines.upkeep.progress import all_progress
 from outbox_pipelines.upkeep.retention import (
     FIRST_DAY,
     PurgedDay,
