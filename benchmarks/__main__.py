@@ -2,7 +2,7 @@
 
 import sys
 
-from benchmarks import flush, jobs, runs, sensor
+from benchmarks import flush, health, jobs, runs, sensor
 
 BENCHMARKS = {
     "flush": flush.compare,
@@ -14,6 +14,7 @@ BENCHMARKS = {
     "enqueue_jobs": jobs.enqueueing,
     "claim": jobs.claiming,
     "purge": jobs.purging,
+    "health": health.answering,
     "runs": runs.compare,
 }
 

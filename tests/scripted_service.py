@@ -1,7 +1,7 @@
 """A real gRPC server whose answers a test decides."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
@@ -17,6 +17,25 @@ Answer = Callable[[training_pb2.TrainBatchRequest, grpc.ServicerContext], traini
 def accept(request: training_pb2.TrainBatchRequest, _context: grpc.ServicerContext) -> training_pb2.TrainBatchResponse:
     """Accept every row."""
     return training_pb2.TrainBatchResponse(accepted=[example.id for example in request.examples])
+
+
+def refuse(bad: Iterable[int], *, with_ids: bool = False) -> Answer:
+    """A service that refuses these ids: whole batches, or saying which."""
+    refused = set(bad)
+
+    def answer(
+        request: training_pb2.TrainBatchRequest, context: grpc.ServicerContext
+    ) -> training_pb2.TrainBatchResponse:
+        found = [example.id for example in request.examples if example.id in refused]
+        if found and not with_ids:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "some row is bad")
+        response = accept(request, context)
+        for row_id in found:
+            response.accepted.remove(row_id)
+            response.rejected.add(id=row_id, reason="no label")
+        return response
+
+    return answer
 
 
 class ScriptedService(training_pb2_grpc.TrainingServicer):

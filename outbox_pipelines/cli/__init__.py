@@ -229,6 +229,7 @@ def audit(
         f"({counted(line.rows, 'row')}, ids {line.first_id} to {line.last_id})"
         for line in history.deliveries
     ]
+    lines += [f"  {one.how} {local_time(one.removed_at)} by the role {one.removed_by}" for one in history.removals]
     if history.died_at is not None:
         lines.append(f"  taken out {local_time(history.died_at)} by run {history.run_id}: {history.reason}")
     elif history.created_at is not None:

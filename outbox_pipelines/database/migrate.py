@@ -20,6 +20,9 @@ from outbox_pipelines.errors import OutboxError
 
 CONTROL_SCHEMA = "outbox"
 _TENANT_TABLES = ("ml_outbox", "ml_outbox_dead")
+
+TENANT_TRIGGERS = ("outbox_note_deleted", "outbox_note_truncated")
+"""On a tenant's outbox: they note rows that are removed by hand."""
 _ALEMBIC = threading.Lock()
 _LOCK_WAIT_SECONDS = 300
 """How long one migration waits for another process's; each takes well under a second."""
@@ -102,8 +105,8 @@ def migrate_tenant(connection: Connection, schema: str) -> bool:
             f"schema {schema!r} already has a table {', '.join(sorted(tables))} that is not ours: "
             "rename it, or give the tenant another schema with --schema"
         )
-    if reached and len(tables) < len(_TENANT_TABLES):
-        # A table was dropped by hand: what the schema says of its version is no longer so. The
+    if reached and (len(tables) < len(_TENANT_TABLES) or not _has_triggers(connection, schema)):
+        # A table or trigger was dropped by hand: what the schema says of its version is no longer so. The
         # tenants' migrations can be repeated, and make what is missing.
         connection.exec_driver_sql(f"DELETE FROM {driver_identifier(schema)}.{line.version_table}")
     return _upgrade(connection, line)
@@ -115,6 +118,16 @@ def _tables(connection: Connection, schema: str) -> set[str]:
         WHERE space.nspname = :schema AND relname = ANY (:names)
     """)
     return set(connection.execute(query, {"schema": schema, "names": list(_TENANT_TABLES)}).scalars())
+
+
+def _has_triggers(connection: Connection, schema: str) -> bool:
+    query = text("""
+        SELECT count(*) FROM pg_trigger JOIN pg_class AS class ON class.oid = tgrelid
+        JOIN pg_namespace AS space ON space.oid = relnamespace
+        WHERE space.nspname = :schema AND relname = 'ml_outbox' AND tgname = ANY (:names)
+    """)
+    names = list(TENANT_TRIGGERS)
+    return bool(connection.execute(query, {"schema": schema, "names": names}).scalar_one() == len(names))
 
 
 def require_migrated(engine: Engine) -> None:

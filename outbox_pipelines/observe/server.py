@@ -31,6 +31,9 @@ _logger = logging.getLogger(__name__)
 _MISSED_LOOKS = 3
 """Looks that may be late or fail before what the last one found counts as old."""
 
+_REST = 9
+"""Looks take a tenth of the time at most: after one that took long, the next one waits so many times as long."""
+
 _HUNG_SECONDS = 300.0
 """How long one look may take before the process counts as hung: no statement of it may take so long."""
 
@@ -73,19 +76,23 @@ class Looker:
     @property
     def is_hung(self) -> bool:
         """Whether looking has ended, or a look does not end."""
-        allowed = max(_HUNG_SECONDS, self._settings.health_refresh_seconds * _MISSED_LOOKS)
+        allowed = max(_HUNG_SECONDS, self._pause() * _MISSED_LOOKS)
         return not self._thread.is_alive() or time.monotonic() - self._began_at > allowed
 
     @property
     def old_after_seconds(self) -> float:
         """The age from which on a reading tells nothing of now."""
-        return _MISSED_LOOKS * self._settings.health_refresh_seconds + self._settings.statement_timeout
+        return _MISSED_LOOKS * self._pause() + self._settings.statement_timeout
 
     def _run(self) -> None:
         while not self._stopping.is_set():
             self._began_at = time.monotonic()
             self.looked = self._look()
-            self._stopping.wait(self._settings.health_refresh_seconds)
+            self._stopping.wait(self._pause())
+
+    def _pause(self) -> float:
+        reading = self.looked.reading
+        return max(self._settings.health_refresh_seconds, _REST * (reading.seconds if reading else 0.0))
 
     def _look(self) -> Looked:
         began, before = self._began_at, self.looked

@@ -1,6 +1,6 @@
 """What became of one row: the answer to "who sent row 123"."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 
@@ -16,8 +16,9 @@ class Fate(StrEnum):
     DELIVERED = "delivered"
     DEAD = "dead letter"
     WAITING = "waiting"
+    REMOVED = "removed by hand"
     UNKNOWN = "unknown"
-    """Never written, removed by hand, or older than the ledger."""
+    """Never written, or older than the ledger."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,19 @@ class Delivery:
 
 
 @dataclass(frozen=True)
+class Removal:
+    """A row was taken out by somebody."""
+
+    how: str
+    """``deleted`` or ``truncated`` from the outbox, ``discarded`` from the dead letters."""
+
+    removed_by: str
+    """The database's role."""
+
+    removed_at: datetime
+
+
+@dataclass(frozen=True)
 class RowHistory:
     """Everything that is known of a row."""
 
@@ -46,6 +60,7 @@ class RowHistory:
     deliveries: list[Delivery]
     """More than one only when the row was put back by hand after a delivery."""
 
+    removals: list[Removal] = field(default_factory=list)
     created_at: datetime | None = None
     attempts: int = 0
     """Failed attempts while it waited."""
@@ -74,28 +89,29 @@ def trace_row(connection: Connection, tenant: Tenant, row_id: int) -> RowHistory
             {"tenant": tenant.tenant_id, "row": row_id},
         )
     ]
+    removals = [
+        Removal(**row._mapping)
+        for row in connection.execute(
+            text("""
+                SELECT how, removed_by, removed_at FROM outbox.removed_rows
+                WHERE tenant_id = :tenant AND row_id = :row ORDER BY removed_at
+            """),
+            {"tenant": tenant.tenant_id, "row": row_id},
+        )
+    ]
+    known = RowHistory(tenant, row_id, Fate.UNKNOWN, deliveries, removals)
     schema = driver_identifier(tenant.schema)
     dead = connection.exec_driver_sql(
         f"SELECT created_at, attempts, reason, run_id, died_at FROM {schema}.ml_outbox_dead WHERE id = %(id)s",
         {"id": row_id},
     ).one_or_none()
     if dead is not None:
-        return RowHistory(
-            tenant,
-            row_id,
-            Fate.DEAD,
-            deliveries,
-            dead.created_at,
-            dead.attempts,
-            dead.reason,
-            dead.run_id,
-            dead.died_at,
-        )
+        return replace(known, fate=Fate.DEAD, **dead._mapping)
     waiting = connection.exec_driver_sql(
-        f"SELECT created_at, attempts, last_error FROM {schema}.ml_outbox WHERE id = %(id)s", {"id": row_id}
+        f"SELECT created_at, attempts, last_error AS reason FROM {schema}.ml_outbox WHERE id = %(id)s", {"id": row_id}
     ).one_or_none()
     if waiting is not None:
-        return RowHistory(
-            tenant, row_id, Fate.WAITING, deliveries, waiting.created_at, waiting.attempts, waiting.last_error
-        )
-    return RowHistory(tenant, row_id, Fate.DELIVERED if deliveries else Fate.UNKNOWN, deliveries)
+        return replace(known, fate=Fate.WAITING, **waiting._mapping)
+    if deliveries:
+        return replace(known, fate=Fate.DELIVERED)
+    return replace(known, fate=Fate.REMOVED) if removals else known

@@ -280,6 +280,26 @@ def count_outboxes(engine: Engine, schemas: Sequence[str], *, died_since: dateti
     return _ask_all(engine, schemas, ask).answers
 
 
+def delivered_and_waiting(engine: Engine, tenants: Sequence[Tenant]) -> dict[Tenant, int]:
+    """How many of the rows that wait are in the ledger as delivered, by tenant; nothing for those with none."""
+    by_schema = {tenant.schema: tenant for tenant in tenants}
+
+    def ask(connection: Connection, there: Sequence[str]) -> dict[str, int]:
+        # Ids grow: of the ledger only lines count that reach up to the oldest waiting row.
+        query = """
+            SELECT {place}, count(*) FROM {table} WHERE id IN (
+                SELECT unnest(row_ids) FROM outbox.training_ledger
+                WHERE tenant_id = (%(tenants)s::uuid[])[{place} + 1] AND last_id >= (SELECT min(id) FROM {table})
+            )
+        """
+        owners = [by_schema[schema].tenant_id for schema in there]
+        found = _union(connection, there, query, {"tenants": owners})
+        return {schema: found[place] for place, schema in enumerate(there)}
+
+    counts = _ask_all(engine, list(by_schema), ask).answers
+    return {by_schema[schema]: count for schema, count in counts.items() if count}
+
+
 def oldest_dead_letters(engine: Engine, schemas: Sequence[str], *, before: datetime) -> dict[str, datetime]:
     """When the oldest dead letter died that did before an instant, by schema; nothing for those without one."""
 

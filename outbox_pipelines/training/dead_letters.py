@@ -111,13 +111,18 @@ def oldest_ids(connection: Connection, tenant: Tenant, *, limit: int, after: int
 
 
 def discard(connection: Connection, tenant: Tenant, row_ids: Sequence[int]) -> list[int]:
-    """Delete dead letters for good; the caller commits.
+    """Delete dead letters for good, and note that; the caller commits.
 
     Returns:
         The ids that went; see :func:`require_all`.
     """
     gone = connection.exec_driver_sql(
-        f"DELETE FROM {_dead(tenant)} WHERE id = ANY (%(ids)s::bigint[]) RETURNING id", {"ids": list(row_ids)}
+        f"""
+        WITH gone AS (DELETE FROM {_dead(tenant)} WHERE id = ANY (%(ids)s::bigint[]) RETURNING id)
+        INSERT INTO outbox.removed_rows (tenant_id, row_id, how) SELECT %(tenant)s, id, 'discarded' FROM gone
+        RETURNING row_id
+        """,
+        {"ids": list(row_ids), "tenant": tenant.tenant_id},
     )
     return sorted(gone.scalars())
 

@@ -72,13 +72,13 @@ def oldest_wait(
     if not late:
         return Finding(True, f"the oldest wait is {spoken_seconds(longest)}, within every target", numbers=numbers)
     late.sort(reverse=True)
-    named = _named(
+    told = named(
         f"{name} for {spoken_seconds(waited)} (target {spoken_seconds(allowed)})" for _, name, waited, allowed in late
     )
     # Three times its target is no hiccup.
     severity = Severity.ERROR if late[0][0] >= 3 else Severity.WARN
     what = f"{counted(len(late), noun)} waited longer than the target allows"
-    return Finding(False, f"{what}: {named}; {remedy}", severity, numbers)
+    return Finding(False, f"{what}: {told}; {remedy}", severity, numbers)
 
 
 def expired_leases(connection: Connection, *, older_than: float) -> Finding:
@@ -125,8 +125,8 @@ def nothing_new_died(rows: "pd.DataFrame", column: str, *, died: str, noun: str,
     if not count:
         return Finding(True, f"no new {noun} since the last look", numbers={f"new {noun}s": 0})
     most = dead.sort_values(died, ascending=False)
-    named = _named(f"{name}: {int(number):,}" for name, number in zip(most[column], most[died], strict=True))
-    return Finding(False, f"{counted(count, f'new {noun}')} ({named}); {remedy}", numbers={f"new {noun}s": count})
+    told = named(f"{name}: {int(number):,}" for name, number in zip(most[column], most[died], strict=True))
+    return Finding(False, f"{counted(count, f'new {noun}')} ({told}); {remedy}", numbers={f"new {noun}s": count})
 
 
 def keeps_up(connection: Connection, table: str, *, remedy: str) -> Finding:
@@ -188,7 +188,8 @@ def retention_keeps_up(oldest: datetime | None, now: datetime, *, days: float, n
     )
 
 
-def _named(names: Iterable[str]) -> str:
+def named(names: Iterable[str]) -> str:
+    """A few of the names, and how many more there are."""
     found = list(names)
     more = f" and {len(found) - _NAMED:,} more" if len(found) > _NAMED else ""
     return ", ".join(found[:_NAMED]) + more

@@ -16,6 +16,7 @@ from outbox_pipelines.upkeep.archive import ArchiveFailed
 from outbox_pipelines.upkeep.asset_metadata import backlog_metadata, purge_metadata
 from outbox_pipelines.upkeep.checks import Finding, Severity
 from outbox_pipelines.upkeep.purge import COMPLETED_JOBS, oldest
+from outbox_pipelines.upkeep.reconciliation import forget_removed, reconcile
 from outbox_pipelines.upkeep.retention import (
     FIRST_DAY,
     PurgedDay,
@@ -145,6 +146,8 @@ class UpkeepPipeline:
                     if span is None:
                         note_success(connection, name, every=DAILY)
                 forget_history(connection, days=self.settings.backlog_retention_days)
+                # As long as the ledger may say of a row that it was delivered.
+                forget_removed(connection, days=self.settings.training_ledger_retention_days)
             ages = ", ".join(f"{retention.noun}s {retention.days:g} days" for retention in kept.values())
             yield from requests
             if not requests:
@@ -251,14 +254,19 @@ class UpkeepPipeline:
                     ),
                 }
 
+        def evaluate_all(engine: Engine) -> dict[str, Finding]:
+            return {**evaluate(engine), "reconciliation": reconcile(engine)}
+
         return self._checks(
             "training_backlog",
             {
                 "oldest_wait": "No tenant's rows wait longer than its target (OUTBOX_TRAINING_WAIT_TARGETS).",
                 "no_new_dead_letters": "Nothing was taken out of the flow since the last snapshot.",
                 "keeps_up": "Over the last hour no less left than came.",
+                "reconciliation": "Every row that left an outbox is in the ledger once, in the dead letters, or noted "
+                "as removed by hand.",
             },
-            evaluate,
+            evaluate_all,
         )
 
     def _job_checks(self) -> dg.AssetChecksDefinition:

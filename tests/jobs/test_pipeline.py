@@ -9,16 +9,21 @@ import dagster as dg
 import psycopg
 import pytest
 from dagster import DagsterRunStatus
+from dagster._core.definitions.run_request import InstigatorType
+from dagster._core.remote_origin import RegisteredCodeLocationOrigin, RemoteInstigatorOrigin, RemoteRepositoryOrigin
+from dagster._core.scheduler.instigation import InstigatorState, InstigatorStatus
 from sqlalchemy import Engine, event, text
 from sqlalchemy.pool import Pool
 
 from outbox_pipelines import Backoff, JobContext, JobKind, build_definitions, enqueue_job
+from outbox_pipelines.database.progress import Progress, all_progress
 from outbox_pipelines.errors import OutboxError
 from outbox_pipelines.jobs.actions import cancel
 from outbox_pipelines.jobs.kinds import Kinds
 from outbox_pipelines.jobs.look import show_message
 from outbox_pipelines.settings import Settings
 from tests.jobs.location import Location
+from tests.jobs.messages import let_expire, take
 from tests.outboxes import wait_until
 
 Locate = Callable[..., Location]
@@ -370,3 +375,61 @@ def test_no_payload_reaches_dagsters_storage(locate: Locate, engine: Engine, ins
     run = instance.get_run_by_id(result.run_id)
     assert "hunter2" not in str(run) + "".join(kept)
     assert message(engine, message_id).state == "Pending"
+
+
+# Progress, for health
+
+
+def progress(engine: Engine) -> dict[str, Progress]:
+    with engine.connect() as connection:
+        return all_progress(connection)
+
+
+def test_each_tick_that_ends_well_is_noted_and_those_that_are_to_come_are_expected(
+    locate: Locate, engine: Engine
+) -> None:
+    location = locate(JobKind("report", do_nothing), JobKind("letter", do_nothing))
+    location.tick("report_sensor")
+    assert {name: task.every_seconds for name, task in progress(engine).items()} == {"report_sensor": 10}
+    location.tick("job_recovery_sensor")
+    found = progress(engine)
+    assert {name: task.every_seconds for name, task in found.items()} == {
+        "report_sensor": 10,
+        "letter_sensor": 10,
+        "job_recovery_sensor": 60,
+        "job_recovery": 60,
+    }
+    assert found["letter_sensor"].succeeded_at is None
+    assert found["report_sensor"].succeeded_at is not None
+
+
+def test_a_sensor_turned_off_in_the_ui_is_known_as_paused_until_it_polls_again(
+    locate: Locate, engine: Engine, instance: dg.DagsterInstance
+) -> None:
+    location = locate(JobKind("report", do_nothing))
+    origin = RemoteInstigatorOrigin(
+        RemoteRepositoryOrigin(RegisteredCodeLocationOrigin("outbox_pipelines"), "__repository__"), "report_sensor"
+    )
+    instance.add_instigator_state(InstigatorState(origin, InstigatorType.SENSOR, InstigatorStatus.STOPPED, None))
+    location.tick("job_recovery_sensor")
+    assert {name for name, task in progress(engine).items() if task.paused} == {"report_sensor"}
+    location.tick("report_sensor")
+    assert not progress(engine)["report_sensor"].paused
+
+
+def test_what_a_recovery_brought_back_is_counted(locate: Locate, engine: Engine) -> None:
+    location = locate(JobKind("report", do_nothing))
+    take(engine, add(engine), kind="report")
+    let_expire(engine)
+    location.tick("job_recovery_sensor")
+    assert progress(engine)["job_recovery"].rows_total == 1
+
+
+def test_a_kind_that_nobody_serves_any_more_is_expected_no_more(locate: Locate, engine: Engine) -> None:
+    locate(JobKind("report", do_nothing), JobKind("letter", do_nothing)).tick("job_recovery_sensor")
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE outbox.job_servers SET seen_at = seen_at - interval '2 days'"))
+    locate(JobKind("report", do_nothing)).tick("job_recovery_sensor")
+    found = progress(engine)
+    assert found["letter_sensor"].every_seconds is None
+    assert found["report_sensor"].every_seconds == 10

@@ -175,6 +175,8 @@ def test_a_kind_that_nobody_registered_is_parked_with_its_reason_and_flows_once_
     enqueue_many(engine, 20)
     with worker(a_kind(), recovery_seconds=5):
         wait_until(lambda: row(engine, stranger).parked)
+        # Health can tell that somebody recovers, without Dagster.
+        wait_until(lambda: rows(engine, "SELECT FROM outbox.upkeep WHERE task = 'job_recovery' AND every_seconds = 5"))
         assert "has registered the kind 'stranger'" in row(engine, stranger).last_error
         enqueue_many(engine, 20)
         wait_until(lambda: Counter(states(engine).values()) == {"Completed": 40, "Pending": 1})

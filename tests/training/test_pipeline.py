@@ -10,6 +10,7 @@ import grpc
 import pytest
 from sqlalchemy import Engine, event, text
 
+from outbox_pipelines.database.progress import all_progress
 from outbox_pipelines.definitions import build_definitions
 from outbox_pipelines.settings import Settings
 from outbox_pipelines.tenants.registry import remove_tenant, set_paused
@@ -92,6 +93,15 @@ def test_the_sensor_polls_every_ten_seconds_and_runs_by_default(pipeline: Pipeli
     sensor = pipeline.definitions.get_sensor_def("training_outbox_sensor")
     assert sensor.minimum_interval_seconds == 10
     assert sensor.default_status is dg.DefaultSensorStatus.RUNNING
+
+
+def test_a_poll_that_ends_well_is_noted_whatever_it_found(engine: Engine, pipeline: Pipeline) -> None:
+    pipeline.poll()
+    with engine.connect() as connection:
+        task = all_progress(connection)["training_outbox_sensor"]
+    assert task.every_seconds == 10
+    assert task.succeeded_at is not None
+    assert not task.is_overdue
 
 
 def test_each_due_tenant_gets_a_run_the_longest_waiting_first(engine: Engine, pipeline: Pipeline) -> None:

@@ -1,7 +1,7 @@
 """Bad rows become dead letters with their reason; the good ones of their batch go out."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from uuid import UUID
 
 import grpc
@@ -17,28 +17,9 @@ from outbox_pipelines.training.grpc_sink import GrpcSink
 from outbox_pipelines.training.outcome import Ending
 from outbox_pipelines.training.sink import Batch, BatchRefused, OutboxRow, ServiceUnwell, Verdict
 from tests.outboxes import dead_letters, enqueue, flush, ledger_ids, new_tenant, waiting_ids
-from tests.scripted_service import Answer, ScriptedService, accept
+from tests.scripted_service import ScriptedService, refuse
 
 TENANT = Tenant(UUID(int=1), "t", "t", paused=False)
-
-
-def refuse(bad: Iterable[int], *, with_ids: bool = False) -> Answer:
-    """A service that refuses these ids: whole batches, or saying which."""
-    refused = set(bad)
-
-    def answer(
-        request: training_pb2.TrainBatchRequest, context: grpc.ServicerContext
-    ) -> training_pb2.TrainBatchResponse:
-        found = [example.id for example in request.examples if example.id in refused]
-        if found and not with_ids:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "some row is bad")
-        response = accept(request, context)
-        for row_id in found:
-            response.accepted.remove(row_id)
-            response.rejected.add(id=row_id, reason="no label")
-        return response
-
-    return answer
 
 
 def test_three_poison_rows_of_a_hundred_are_found_within_the_bound(

@@ -197,6 +197,7 @@ def test_each_snapshot_is_checked(engine: Engine, upkeep: Upkeep) -> None:
         ("training_backlog", "oldest_wait"),
         ("training_backlog", "no_new_dead_letters"),
         ("training_backlog", "keeps_up"),
+        ("training_backlog", "reconciliation"),
         ("job_backlog", "oldest_wait"),
         ("job_backlog", "expired_leases"),
         ("job_backlog", "no_new_failures"),
