@@ -23,6 +23,7 @@ from sqlalchemy.orm import Session
 from outbox_pipelines.database.engine import describe
 from outbox_pipelines.database.quoting import driver_identifier
 from outbox_pipelines.errors import OutboxError
+from outbox_pipelines.local.demo_checks import check_backlog
 from outbox_pipelines.local.demo_jobs import KindCounts, count_jobs, prove_jobs
 from outbox_pipelines.local.stack import Stack
 from outbox_pipelines.ml_service import training_pb2, training_pb2_grpc
@@ -84,6 +85,9 @@ class Proof:
     jobs_succeeded: int
     jobs_given_up: int
     job_attempts: int
+    checks_passed: int
+    """Checks of the backlog assets that passed after all was done."""
+
     seconds: float
     flaws: list[str]
     """Where the proof does not hold; empty when it does."""
@@ -202,7 +206,11 @@ def watch(stack: Stack, prepared: Sequence[DemoTenant], jobs: dict[int, str], sh
 
 
 def prove(stack: Stack, prepared: Sequence[DemoTenant], jobs: dict[int, str], *, seconds: float) -> Proof:
-    """Compare the models, the ledgers, the outboxes and the jobs' end states with what was enqueued."""
+    """Compare the models, the ledgers, the outboxes and the jobs' end states with what was enqueued.
+
+    And execute the checks of the backlog assets.
+    """
+    checked = check_backlog(stack)
     proved = prove_jobs(stack.database.engine, jobs)
     counts = count(stack.database.engine, prepared)
     flaws: list[str] = []
@@ -245,8 +253,9 @@ def prove(stack: Stack, prepared: Sequence[DemoTenant], jobs: dict[int, str], *,
         jobs_succeeded=proved.succeeded,
         jobs_given_up=proved.given_up,
         job_attempts=proved.attempts,
+        checks_passed=checked.passed,
         seconds=seconds,
-        flaws=flaws + proved.flaws,
+        flaws=flaws + proved.flaws + checked.flaws,
     )
 
 
