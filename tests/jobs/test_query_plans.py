@@ -27,6 +27,7 @@ from outbox_pipelines.jobs.recovery import recover, recover_orphans
 from outbox_pipelines.jobs.transport import Published
 from outbox_pipelines.lease.lease import Lease, renew
 from outbox_pipelines.settings import load_settings
+from outbox_pipelines.upkeep.snapshot import count_jobs
 from tests.conftest import made_database
 from tests.jobs.messages import APP_JOBS, KIND, a_kind, make_app_jobs, rows, run, value
 from tests.jobs.test_publisher import MemoryRuns
@@ -233,6 +234,11 @@ def purge(connection: Connection) -> object:
     )
 
 
+def snapshot(connection: Connection) -> object:
+    """What backlog snapshots and health ask every few seconds."""
+    return count_jobs(connection, since=connection.execute(text("SELECT now() - interval '5 minutes'")).scalar_one())
+
+
 HOT: dict[str, tuple[Act, list[set[str]]]] = {
     "claim what is due": (claim_due, [{"messages_due", "messages_pkey"}]),
     "claim one": (claim_by_id, [{"messages_pkey"}] * 2),
@@ -262,6 +268,10 @@ HOT: dict[str, tuple[Act, list[set[str]]]] = {
             {"messages_parked", "messages_pkey"},
             {"messages_due", "messages_pkey"},
         ],
+    ),
+    "snapshot": (
+        snapshot,
+        [{"messages_due", "messages_in_flight", "messages_completed", "messages_not_succeeded", "messages_parked"}],
     ),
     "purge": (purge, [{"messages_completed", "messages_pkey"}]),
 }
