@@ -322,6 +322,14 @@ def test_no_payload_parameter_token_or_word_of_others_is_in_any_span(
     assert SECRET in str(row(engine, 1).last_error), "the handler's error quoted it"
 
 
+def test_an_error_that_comes_out_of_a_span_is_told_by_its_type(collector: Collector) -> None:
+    with pytest.raises(ValueError, match=SECRET), tracing.span("broken"):
+        raise ValueError(SECRET)
+    (broken,) = collector.named("broken")
+    assert (broken.failed, broken.told, broken.attributes) == (True, "ValueError", {"error.type": "ValueError"})
+    assert SECRET.encode() not in collector.everything
+
+
 # What it may cost
 
 
@@ -468,10 +476,13 @@ def test_a_process_ends_soon_though_its_collector_is_silent(engine: Engine, outb
 
 FORKING = """
 import atexit, os, sys
+from opentelemetry import trace
 from outbox_pipelines import tracing
 
 with tracing.span("in the parent"):
     pass
+# Over a connection that is open then.
+trace.get_tracer_provider().force_flush()
 child = os.fork()
 if child == 0:
     with tracing.span("in the child"):
@@ -486,6 +497,16 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_a_forked_process_sends_its_own_spans_and_no_others(collector: Collector) -> None:
     subprocess.run([sys.executable, "-c", FORKING], timeout=60, check=True)
     assert sorted(span.name for span in collector.spans) == ["in the child", "in the parent"]
+
+
+def test_a_forked_process_decides_for_itself_whether_it_traces(collector: Collector) -> None:
+    # A run's own variables are set after the fork.
+    before = "import os\nendpoint = os.environ.pop('OTEL_EXPORTER_OTLP_ENDPOINT')\n"
+    forking = FORKING.replace("trace.get_tracer_provider().force_flush()", "assert not tracing.is_on()")
+    in_child = "if child == 0:\n    os.environ['OTEL_EXPORTER_OTLP_ENDPOINT'] = endpoint"
+    forking = before + forking.replace("if child == 0:", in_child)
+    subprocess.run([sys.executable, "-c", forking], timeout=60, check=True)
+    assert [span.name for span in collector.spans] == ["in the child"]
 
 
 HOSTED = """
