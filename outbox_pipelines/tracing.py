@@ -1,7 +1,4 @@
-"""Spans of a trace, sent with OTLP over gRPC to where ``OTEL_EXPORTER_OTLP_ENDPOINT`` says.
-
-The only module that imports OpenTelemetry, and only in a process that traces: at its first span,
-so after every fork of ours. Without the variable a span is one object that does nothing.
+"""Spans of a trace: begun, made current, carried to others. In a process that does not trace they do nothing.
 
 What a span may say: numbers, ids, names and outcomes, the type of an error. Never a payload, a
 parameter, a secret, or an error's own words, which may quote one.
@@ -9,31 +6,20 @@ parameter, a secret, or an error's own words, which may quote one.
 
 from __future__ import annotations
 
-import atexit
-import logging
-import os
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from enum import StrEnum
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from outbox_pipelines import otlp
+
 if TYPE_CHECKING:
     from contextvars import Token
 
     from opentelemetry import trace
     from opentelemetry.context import Context
-    from opentelemetry.sdk.trace import TracerProvider
-
-_logger = logging.getLogger(__name__)
-
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_SCOPE = "outbox_pipelines"
-
-_CLOSE_SECONDS = 2.0
-"""How long the end of a process waits for its last spans to be taken."""
 
 
 class Kind(StrEnum):
@@ -139,7 +125,7 @@ class _Recorded(Span):
 
 def is_on() -> bool:
     """Whether this process traces; one cheap look, for what is done thousands of times a second."""
-    return (_tracer if _decided else _decide()) is not None
+    return otlp.tracer() is not None
 
 
 def span(
@@ -159,7 +145,7 @@ def span(
         carrier: W3C headers (``traceparent``) of whoever it is the child of instead.
         seconds_ago: when it began.
     """
-    tracer = _tracer if _decided else _decide()
+    tracer = otlp.tracer()
     if tracer is None:
         return NO_SPAN
     from opentelemetry.context import Context
@@ -185,93 +171,3 @@ def current_traceparent() -> str | None:
     if not current.is_valid:
         return None
     return f"00-{current.trace_id:032x}-{current.span_id:016x}-{current.trace_flags:02x}"
-
-
-# Whether, and with what: decided once in each process.
-
-_lock = threading.Lock()
-_decided = False
-_tracer: trace.Tracer | None = None
-_ours: TracerProvider | None = None
-"""Made by this process; none when the host application's is used."""
-
-_made_global: TracerProvider | None = None
-"""The global one if it is of our making: perhaps before a fork, or closed since. OpenTelemetry replaces none."""
-
-
-def _decide() -> trace.Tracer | None:
-    global _decided, _tracer
-    with _lock:
-        if not _decided:
-            _tracer = _make_tracer() if _is_wanted() else None
-            _decided = True
-        return _tracer
-
-
-def _is_wanted() -> bool:
-    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
-        return False
-    return any(os.environ.get(name, "").strip() for name in _ENDPOINTS)
-
-
-def _make_tracer() -> trace.Tracer | None:
-    try:
-        from opentelemetry import trace
-
-        provider = trace.get_tracer_provider()
-        if isinstance(provider, trace.ProxyTracerProvider) or provider is _made_global:
-            provider = _make_provider()
-        return provider.get_tracer(_SCOPE)
-    except ImportError as error:
-        missing = error.name or "a module"
-        _logger.warning("no spans are made: %s is missing; pip install 'outbox-pipelines[otel]'", missing)
-    except Exception as error:  # whatever a variable of OpenTelemetry's may say: work does not fail for its spans
-        # By its type alone: the text may quote a header, and so a secret.
-        _logger.warning("no spans are made: %s; look at the OTEL_ variables", type(error).__name__)
-    return None
-
-
-def _make_provider() -> TracerProvider:
-    global _ours, _made_global
-    from opentelemetry import trace
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-    resource = Resource.create()
-    if str(resource.attributes.get("service.name", "unknown_service")).startswith("unknown_service"):
-        resource = resource.merge(Resource({"service.name": "outbox-pipelines"}))
-    # Its own end would wait for half a minute for a collector that is away.
-    made = TracerProvider(resource=resource, shutdown_on_exit=False)
-    made.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
-        # For the spans that handlers make themselves.
-        trace.set_tracer_provider(made)
-        _made_global = made
-    _ours = made
-    return made
-
-
-def close() -> None:
-    """Send what is left, within two seconds, and decide anew at the next span; done at the end of a process."""
-    global _decided, _tracer, _ours
-    with _lock:
-        provider = _ours
-        _decided, _tracer, _ours = False, None, None
-    if provider is not None:
-        # It takes no time limit, and a collector may be silent.
-        ending = threading.Thread(target=provider.shutdown, name="last-spans", daemon=True)
-        ending.start()
-        ending.join(_CLOSE_SECONDS)
-
-
-def _forget_after_fork() -> None:
-    # A child makes its own: the parent's connection is the parent's, and its spans are the parent's to send.
-    global _lock, _decided, _tracer, _ours
-    _lock = threading.Lock()
-    _decided, _tracer, _ours = False, None, None
-
-
-atexit.register(close)
-os.register_at_fork(after_in_child=_forget_after_fork)

@@ -19,7 +19,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from sqlalchemy import Engine
 
-from outbox_pipelines import tracing
+from outbox_pipelines import otlp, tracing
 from outbox_pipelines.database.database import Database
 from outbox_pipelines.jobs.context import JobContext
 from outbox_pipelines.jobs.keeper import LeaseKeeper
@@ -28,11 +28,13 @@ from outbox_pipelines.jobs.message import AttemptOutcome, NotClaimed
 from outbox_pipelines.jobs.runner import Report, Runner
 from outbox_pipelines.jobs.worker import Worker
 from outbox_pipelines.ml_service import training_pb2
+from outbox_pipelines.ml_service.server import MlServer
 from outbox_pipelines.settings import Settings
 from tests.collector import Collected, Collector
 from tests.command_line import Run, succeeded
 from tests.jobs.messages import KIND, a_kind, enqueue, enqueue_many, row, run, states, value
 from tests.jobs.worker_process import NO_PAUSE, make_executions, process
+from tests.ml_service.client import Client
 from tests.ml_service.service_process import ServiceProcess
 from tests.outboxes import enqueue as enqueue_rows
 from tests.outboxes import flush, new_tenant, wait_until, waiting_ids
@@ -48,9 +50,9 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     with Collector() as running:
         for name, said in running.environment.items():
             monkeypatch.setenv(name, said)
-        tracing.close()
+        otlp.close()
         yield running
-        tracing.close()
+        otlp.close()
 
 
 @pytest.fixture
@@ -137,6 +139,22 @@ def test_a_service_that_is_unwell_is_seen_in_the_call_the_turn_and_the_flush(
     assert (turns["good"].failed, turns["good"].attributes["outbox.ending"]) == (False, "emptied")
     (flushed,) = collector.named("outbox flush")
     assert (flushed.failed, flushed.told) == (True, "1 of 2 tenants failed")
+
+
+def test_a_call_that_the_service_refuses_is_seen_with_its_status_and_without_its_words(
+    tmp_path: Path, collector: Collector
+) -> None:
+    with MlServer(state_dir=tmp_path / "models") as server, Client(server.port) as client:
+        with pytest.raises(grpc.RpcError):
+            client.predict([SECRET], tenant="")
+        with pytest.raises(grpc.RpcError):
+            client.predict([SECRET])
+    refused = collector.named("outbox_pipelines.v1.Training/Predict", count=2)
+    assert sorted((one.attributes["rpc.grpc.status_code"], one.told) for one in refused) == [
+        (3, "INVALID_ARGUMENT"),
+        (9, "FAILED_PRECONDITION"),
+    ]
+    assert SECRET.encode() not in collector.everything
 
 
 # Jobs
@@ -404,10 +422,10 @@ def test_a_variable_that_cannot_be_used_costs_the_spans_alone_and_is_not_quoted(
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", SECRET)
-    tracing.close()
+    otlp.close()
     with caplog.at_level(logging.WARNING):
         assert flush(engine, settings, new_tenant(engine, rows=3)).rows == 3
-    tracing.close()
+    otlp.close()
     assert caplog.messages == ["no spans are made: ValueError; look at the OTEL_ variables"]
 
 
@@ -439,13 +457,13 @@ def test_a_collector_that_is_away_neither_fails_nor_holds_up_a_flush_or_a_job(
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
-        tracing.close()
+        otlp.close()
         assert tracing.is_on()
         began = time.monotonic()
         assert flush(engine, settings, tenant).rows == 300
         report = run_message(engine, settings, message_id, lambda _job: None)
         worked = time.monotonic() - began
-        tracing.close()
+        otlp.close()
         ended = time.monotonic() - began - worked
     assert isinstance(report, Report)
     assert report.outcome is AttemptOutcome.SUCCEEDED
@@ -477,7 +495,7 @@ def test_a_process_ends_soon_though_its_collector_is_silent(engine: Engine, outb
 FORKING = """
 import atexit, os, sys
 from opentelemetry import trace
-from outbox_pipelines import tracing
+from outbox_pipelines import otlp, tracing
 
 with tracing.span("in the parent"):
     pass
@@ -521,10 +539,10 @@ provider = TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(kept))
 trace.set_tracer_provider(provider)
 
-from outbox_pipelines import tracing
+from outbox_pipelines import otlp, tracing
 with provider.get_tracer("host").start_as_current_span("the host's"), tracing.span("ours"):
     pass
-tracing.close()
+otlp.close()
 with tracing.span("ours again"):
     pass
 print(json.dumps([[span.name, span.parent is not None] for span in kept.get_finished_spans()]))
