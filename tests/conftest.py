@@ -28,8 +28,9 @@ _numbers = count(1)
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_settings_from_outside() -> Iterator[None]:
-    """A developer's OUTBOX_* variables decide nothing here."""
-    hidden = {key: os.environ.pop(key) for key in list(os.environ) if key.startswith("OUTBOX_") and "TEST" not in key}
+    """A developer's OUTBOX_* and OTEL_* variables decide nothing here."""
+    ours = [key for key in os.environ if key.startswith(("OUTBOX_", "OTEL_")) and "TEST" not in key]
+    hidden = {key: os.environ.pop(key) for key in ours}
     yield
     os.environ.update(hidden)
 

@@ -10,6 +10,7 @@ from sqlalchemy import ARRAY, Connection, DateTime, SmallInteger, Text, cast, co
 from sqlalchemy.dialects.postgresql import JSONB, insert
 from sqlalchemy.exc import DBAPIError
 
+from outbox_pipelines import tracing
 from outbox_pipelines.database.error_text import forget_payload
 from outbox_pipelines.database.json_text import JsonObject, Unstorable, check_text, encode_object
 from outbox_pipelines.database.session import Transaction, connection_of
@@ -28,7 +29,11 @@ _ROUNDS = 10
 
 _messages = table(
     "messages",
-    *(column(name) for name in ("message_id", "kind", "job_id", "payload", "available_at", "priority", "unique_key")),
+    column("message_id"),
+    *(
+        column(name)
+        for name in ("kind", "job_id", "payload", "available_at", "priority", "unique_key", "trace_context")
+    ),
     schema="outbox",
 )
 _live_key = text("unique_key IS NOT NULL AND state <> 'Completed'")
@@ -222,8 +227,9 @@ def _insert_once(connection: Connection, kind: str, rows: Sequence[_Row]) -> lis
         func.coalesce(new.c.run_at, func.now()),
         new.c.priority,
         new.c.unique_key,
+        literal(tracing.current_traceparent(), Text),
     ).order_by(new.c.place)
-    names = ["kind", "job_id", "payload", "available_at", "priority", "unique_key"]
+    names = ["kind", "job_id", "payload", "available_at", "priority", "unique_key", "trace_context"]
     # DO NOTHING, not DO UPDATE: that would lock the message that is there until the caller commits, and its
     # worker could not renew the lease meanwhile.
     statement = (

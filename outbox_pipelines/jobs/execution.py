@@ -15,6 +15,7 @@ import psycopg
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError, StatementError
 
+from outbox_pipelines import tracing
 from outbox_pipelines.database.error_text import error_text, first_line
 from outbox_pipelines.database.steps import persistently
 from outbox_pipelines.jobs.context import GiveUp, JobContext
@@ -23,6 +24,7 @@ from outbox_pipelines.jobs.keeper import LeaseKeeper
 from outbox_pipelines.jobs.kinds import JobKind
 from outbox_pipelines.jobs.message import AttemptOutcome, Claimed, Settlement
 from outbox_pipelines.jobs.outbox import ended_as, last_attempt
+from outbox_pipelines.jobs.spans import handler_span, note_outcome
 from outbox_pipelines.lease.lease import LeaseLost
 from outbox_pipelines.wording import counted
 
@@ -111,6 +113,8 @@ class Execution:
         self._kind = kind
         self._engine = engine
         self._keeper = keeper
+        self._holder = holder
+        self._span = tracing.NO_SPAN
         self._context = JobContext(
             claimed,
             engine=engine,
@@ -139,8 +143,9 @@ class Execution:
         """Call the handler; none when nobody waits for its end any more (see :meth:`abandon`)."""
         self._began_at = self._looked_at = time.monotonic()
         try:
-            early = self._without_handler()
-            ended = early if early is not None else self._with_handler()
+            ended = self._without_handler()
+            if ended is None:
+                ended = self._traced() if tracing.is_on() else self._with_handler()
         except BaseException as error:  # whatever a handler, its classes or its database raise is told
             ended = replace(self._judge_safely(error), trace=_frames(error))
         return ended if self._end() else None
@@ -181,7 +186,10 @@ class Execution:
             self._kind.name,
             self.claimed.message_id,
         )
-        return self._stopped_end()
+        ended = self._stopped_end()
+        note_outcome(self._span, ended.outcome)
+        self._span.end()
+        return ended
 
     def _end(self) -> bool:
         with self._lock:
@@ -230,6 +238,18 @@ class Execution:
             # The limit was lowered meanwhile.
             return f"{attempts}; the last error: {error}"
         return f"{attempts}: the last one's worker died or lost its lease"
+
+    def _traced(self) -> Ended:
+        """The handler in a span, which is current for what it does, and tells how the attempt was judged."""
+        with handler_span(self.claimed, holder=self._holder) as self._span:
+            error_type = None
+            try:
+                ended = self._with_handler()
+            except BaseException as error:  # as in run
+                ended = replace(self._judge_safely(error), trace=_frames(error))
+                error_type = type(error).__name__
+            note_outcome(self._span, ended.outcome, error_type)
+            return ended
 
     def _with_handler(self) -> Ended:
         process = os.getpid()

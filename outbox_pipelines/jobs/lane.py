@@ -9,6 +9,7 @@ from uuid import UUID, uuid4
 
 from sqlalchemy import Engine
 
+from outbox_pipelines import tracing
 from outbox_pipelines.database.error_text import first_line
 from outbox_pipelines.jobs import outbox
 from outbox_pipelines.jobs.execution import Ended, Execution, Stop
@@ -16,6 +17,7 @@ from outbox_pipelines.jobs.keeper import LeaseKeeper
 from outbox_pipelines.jobs.kinds import JobKind
 from outbox_pipelines.jobs.message import AttemptOutcome, Care, Claimed, Settlement
 from outbox_pipelines.jobs.runner import closes_domain_job, is_locked, settle_with_domain
+from outbox_pipelines.jobs.spans import claim_span
 from outbox_pipelines.jobs.transport import Served
 from outbox_pipelines.lease.lease import Lease
 
@@ -274,6 +276,10 @@ class Lane:
                     token=self._unsure,
                 )
         self._unsure = None
+        if taken and tracing.is_on():
+            # Afterwards: looks that found nothing would make a span a second.
+            with claim_span(kind.name, holder=self._holder, seconds_ago=time.monotonic() - asked_at) as span:
+                span.set("messaging.batch.message_count", len(taken))
         self._keeper.hold(
             [claimed.lease for claimed in taken], timeout=kind.timeout, asked_at=asked_at, on_lost=self._lose
         )

@@ -107,6 +107,9 @@ class Claimed:
 
     care: Care = Care.NONE
 
+    trace_context: str | None = None
+    """The W3C traceparent of whoever enqueued it."""
+
     @cached_property
     def payload(self) -> Mapping[str, Any]:
         """What was enqueued.

@@ -55,7 +55,7 @@ _CLAIMED = """
 """
 _CLAIM = """
     {table}.message_id, {table}.job_id, {table}.payload::text AS payload, {table}.processing_attempts, {table}.claims,
-    greatest(0, extract(epoch FROM {table}.claimed_at - {table}.available_at))::float8 AS waited
+    greatest(0, extract(epoch FROM {table}.claimed_at - {table}.available_at))::float8 AS waited, {table}.trace_context
 """
 
 
@@ -172,7 +172,7 @@ def claim_due(
                 WHERE message.message_id = ranked.message_id AND (care = 0 OR careful_place <= :ready)
                 RETURNING {_CLAIM.format(table="message")}, care, message.priority, message.available_at
             )
-            SELECT message_id, job_id, payload, processing_attempts, claims, waited, care FROM claimed
+            SELECT message_id, job_id, payload, processing_attempts, claims, waited, trace_context, care FROM claimed
             ORDER BY care DESC, priority DESC, available_at, message_id
         """),
         {
@@ -210,8 +210,8 @@ def _lease(row: Sequence[Any], token: UUID, seconds: float) -> Lease:
 
 def _claimed(row: Sequence[Any], kind: str, lease: Lease, care: Care = Care.NONE) -> Claimed:
     # By place, not by name, which costs a worker more than all else that it does with the row.
-    _, job_id, payload, attempt, claim, waited = row
-    return Claimed(lease, kind, job_id, payload, attempt, claim, waited, care)
+    _, job_id, payload, attempt, claim, waited, trace_context = row
+    return Claimed(lease, kind, job_id, payload, attempt, claim, waited, care, trace_context)
 
 
 def settle(connection: Connection, settlements: Sequence[Settlement], *, holder: str) -> set[int]:

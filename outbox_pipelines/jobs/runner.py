@@ -21,6 +21,7 @@ from outbox_pipelines.jobs.keeper import LeaseKeeper
 from outbox_pipelines.jobs.kinds import JobKind
 from outbox_pipelines.jobs.message import AttemptOutcome, Claimed, NotClaimed, Outcome, Settlement
 from outbox_pipelines.jobs.outbox import settle
+from outbox_pipelines.jobs.spans import claim_span
 
 _logger = logging.getLogger(__name__)
 
@@ -94,7 +95,10 @@ class Runner:
                 )
 
         try:
-            claimed = persistently(take, retry_seconds=_CLAIM_RETRY_SECONDS, give_up=threading.Event())
+            with claim_span(kind.name, holder=self._holder) as span:
+                span.set("messaging.message.id", str(message_id))
+                claimed = persistently(take, retry_seconds=_CLAIM_RETRY_SECONDS, give_up=threading.Event())
+                span.set("outbox.outcome", claimed.why if isinstance(claimed, NotClaimed) else "claimed")
             if isinstance(claimed, NotClaimed):
                 return claimed
             handler = _HandlerThread(kind, claimed, engine=self._engine, keeper=self._keeper, holder=self._holder)

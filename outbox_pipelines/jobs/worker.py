@@ -14,6 +14,7 @@ import psycopg
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
+from outbox_pipelines import tracing
 from outbox_pipelines.database.database import Database
 from outbox_pipelines.database.engine import for_single_statements, open_engine
 from outbox_pipelines.database.progress import RECOVERY, note_success
@@ -103,6 +104,8 @@ class Worker:
         self._done = threading.Event()
 
     def __enter__(self) -> Self:
+        # Decided before the first claim, whose lease would run while OpenTelemetry is imported.
+        tracing.is_on()
         self._note()
         self._recover_orphans()
         self._keeper.__enter__()

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from outbox_pipelines import tracing
 from outbox_pipelines.ml_service.batch import learn_batch
 from outbox_pipelines.ml_service.in_flight import InFlight, Stopping
 from outbox_pipelines.ml_service.model import BadExample, parse_features
 from outbox_pipelines.ml_service.open_tenants import OpenTenants
 from outbox_pipelines.ml_service.state import StateError, StateFolder
 from outbox_pipelines.ml_service.training_pb2 import (
+    DESCRIPTOR,
     PredictRequest,
     PredictResponse,
     Rejection,
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from grpc import ServicerContext
 
 _log = logging.getLogger(__name__)
+
+_SERVICE: str = DESCRIPTOR.services_by_name["Training"].full_name
 
 
 class _Refusal(Exception):
@@ -47,7 +51,8 @@ class OnlineTraining(TrainingServicer):
         self._in_flight = in_flight
 
     def TrainBatch(self, request: TrainBatchRequest, context: ServicerContext) -> TrainBatchResponse:  # noqa: N802 -- named by the contract
-        with self._answering(context):
+        with self._answering("TrainBatch", context) as span:
+            span.set("outbox.rows", len(request.examples))
             tenant = _tenant_of(request)
             with self._tenants.borrow(tenant) as state:
                 judgement = learn_batch(state, request.examples)
@@ -67,7 +72,7 @@ class OnlineTraining(TrainingServicer):
         )
 
     def Predict(self, request: PredictRequest, context: ServicerContext) -> PredictResponse:  # noqa: N802 -- named by the contract
-        with self._answering(context):
+        with self._answering("Predict", context):
             tenant = _tenant_of(request)
             features = [_features_at(index, text) for index, text in enumerate(request.features)]
             with self._tenants.borrow(tenant) as state:
@@ -77,7 +82,24 @@ class OnlineTraining(TrainingServicer):
                 )
 
     @contextmanager
-    def _answering(self, context: ServicerContext) -> Iterator[None]:
+    def _answering(self, method: str, context: ServicerContext) -> Iterator[tracing.Span]:
+        """What every call has: a status for each failure, and a span that is the caller's child."""
+        about = {"rpc.system": "grpc", "rpc.service": _SERVICE, "rpc.method": method}
+        carrier = dict(context.invocation_metadata())
+        with tracing.span(f"{_SERVICE}/{method}", tracing.Kind.SERVER, about, carrier=carrier) as span:
+            try:
+                with self._refusing(context):
+                    yield span
+            except Exception:
+                # Ended by abort, whose exception says nothing.
+                code = context.code() or grpc.StatusCode.UNKNOWN
+                span.set("rpc.grpc.status_code", code.value[0])
+                span.fail(code.name)
+                raise
+            span.set("rpc.grpc.status_code", grpc.StatusCode.OK.value[0])
+
+    @contextmanager
+    def _refusing(self, context: ServicerContext) -> Iterator[None]:
         try:
             with self._in_flight.call():
                 yield

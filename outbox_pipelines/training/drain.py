@@ -16,6 +16,7 @@ from uuid import uuid4
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
+from outbox_pipelines import tracing
 from outbox_pipelines.database.error_text import error_text, first_line
 from outbox_pipelines.database.steps import StepThreads
 from outbox_pipelines.lease import lease as lease_module
@@ -77,7 +78,14 @@ class TenantDrain:
 
         When it says no, the flush of this tenant has ended and its lease is free.
         """
-        return self._guarded(self._turn)
+        with tracing.span("outbox turn", attributes={"outbox.tenant": self._tenant.name}) as span:
+            more = self._guarded(self._turn)
+            if not more:
+                span.set("outbox.ending", self.report.ending)
+                if self.report.problem is not None:
+                    # A word. The line about it may be the database's, and quote a row.
+                    span.fail(self.report.problem)
+            return more
 
     def end(self, ending: Ending) -> None:
         """End between two turns: settle what is open and free the lease."""

@@ -5,10 +5,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextvars import copy_context
 from dataclasses import dataclass, field
 
 from sqlalchemy import Engine
 
+from outbox_pipelines import tracing
 from outbox_pipelines.database.engine import for_single_statements
 from outbox_pipelines.database.steps import StepThreads
 from outbox_pipelines.lease.heartbeat import Heartbeat
@@ -90,6 +92,17 @@ class Flusher:
             max_turns: turns of each tenant at most.
             budget_seconds: after this time no further turn begins; the setting's value if none.
         """
+        about: dict[str, str | int] = {"outbox.run_id": self._run_id, "outbox.tenants": len(tenants)}
+        with tracing.span("outbox flush", attributes=about) as span:
+            report = self._flush(tenants, max_turns, budget_seconds)
+            span.set("outbox.rows", report.rows)
+            span.set("outbox.batches", report.batches)
+            span.set("outbox.dead_letters", report.dead_letters)
+            if report.failed:
+                span.fail("TenantsFailed", f"{len(report.failed)} of {len(tenants)} tenants failed")
+            return report
+
+    def _flush(self, tenants: Sequence[Tenant], max_turns: int | None, budget_seconds: float | None) -> FlushReport:
         budget = self._settings.budget_seconds if budget_seconds is None else budget_seconds
         began = time.monotonic()
         workers = max(1, min(len(tenants), self._settings.tenants_in_parallel))
@@ -117,7 +130,11 @@ class Flusher:
             ]
             queue = deque(drains)
             try:
-                rounds = [calls.submit(self._take_turns, queue, began + budget, max_turns) for _ in range(workers)]
+                # In the span that is current here.
+                rounds = [
+                    calls.submit(copy_context().run, self._take_turns, queue, began + budget, max_turns)
+                    for _ in range(workers)
+                ]
                 while wait(rounds, timeout=_WAKE_SECONDS).not_done:
                     pass
             except BaseException:

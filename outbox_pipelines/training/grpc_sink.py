@@ -9,6 +9,7 @@ from types import MappingProxyType
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outbox_pipelines import tracing
 from outbox_pipelines.errors import OutboxError
 from outbox_pipelines.ml_service import training_pb2, training_pb2_grpc
 from outbox_pipelines.settings import InvalidSettings, Settings
@@ -31,6 +32,10 @@ _ROW_BYTES = 32
 """More than a row takes besides its text: three tags, two lengths of up to 5 bytes, an id of up to 10."""
 
 _SIZE_LIMIT = re.compile(r"message larger than max \(\d+ vs\. \d+\)")
+
+_SERVICE = training_pb2.DESCRIPTOR.services_by_name["Training"].full_name
+_CALL = f"{_SERVICE}/TrainBatch"
+_CALLED = MappingProxyType({"rpc.system": "grpc", "rpc.service": _SERVICE, "rpc.method": "TrainBatch"})
 
 _MISCONFIGURED = MappingProxyType(
     {
@@ -76,14 +81,21 @@ class GrpcSink:
         request = _message(batch.rows)
         request.tenant = str(batch.tenant_id)
         request.batch_key = batch.key
-        try:
-            response = self._train(request, timeout=self._settings.ml_deadline_seconds, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise self._explain(error) from None
-        except ValueError:
-            # grpc's word for a call on a closed channel.
-            raise SinkClosed(f"{self.target}: the call was cancelled") from None
-        return self._read(batch, response)
+        with tracing.span(_CALL, tracing.Kind.CLIENT, _CALLED) as span:
+            span.set("outbox.rows", len(batch.rows))
+            try:
+                response = self._train(
+                    request, timeout=self._settings.ml_deadline_seconds, metadata=(*self._metadata, *span.headers())
+                )
+            except grpc.RpcError as error:
+                span.set("rpc.grpc.status_code", error.code().value[0])
+                span.fail(error.code().name)
+                raise self._explain(error) from None
+            except ValueError:
+                # grpc's word for a call on a closed channel.
+                raise SinkClosed(f"{self.target}: the call was cancelled") from None
+            span.set("rpc.grpc.status_code", grpc.StatusCode.OK.value[0])
+            return self._read(batch, response)
 
     def _read(self, batch: Batch, response: training_pb2.TrainBatchResponse) -> Verdict:
         rejected = {rejection.id: rejection.reason or "rejected without a reason" for rejection in response.rejected}

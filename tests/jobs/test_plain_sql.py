@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 from sqlalchemy import Engine, text
+from sqlalchemy.exc import IntegrityError
 
 from outbox_pipelines.jobs.enqueue import NewJob, enqueue_job, enqueue_jobs
 from outbox_pipelines.jobs.recovery import note_served
@@ -42,6 +43,15 @@ def test_a_row_inserted_by_plain_sql_is_a_job_that_is_due(engine: Engine) -> Non
     first, second = take_due(engine)
     assert (first.job_id, first.payload) == (None, {})
     assert (second.job_id, second.payload) == ("7", {"a": 1})
+
+
+def test_a_trace_context_written_by_plain_sql_comes_with_the_claim_and_is_bounded(engine: Engine) -> None:
+    context = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    run(engine, "INSERT INTO outbox.messages (kind, trace_context) VALUES ('work', :context)", context=context)
+    with pytest.raises(IntegrityError, match="messages_trace_context_check"):
+        run(engine, "INSERT INTO outbox.messages (kind, trace_context) VALUES ('work', repeat('x', 101))")
+    (claimed,) = take_due(engine)
+    assert claimed.trace_context == context
 
 
 def test_a_role_that_may_only_insert_can_enqueue_by_plain_sql_and_wakes_the_worker(engine: Engine) -> None:

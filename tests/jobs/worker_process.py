@@ -146,6 +146,14 @@ def _complete(job: JobContext, and_then: str) -> None:
         _die(job)
 
 
+def _span(_job: JobContext, name: str) -> None:
+    """A span of the handler's own, made as handlers do."""
+    from opentelemetry import trace
+
+    with trace.get_tracer("handler").start_as_current_span(name):
+        pass
+
+
 _ACTS: dict[str, Any] = {
     "burn": _burn,
     "freeze": _freeze,
@@ -156,6 +164,7 @@ _ACTS: dict[str, Any] = {
     "sleep": _sleep,
     "fork": _fork,
     "complete": _complete,
+    "span": _span,
 }
 
 
