@@ -9,17 +9,19 @@ With ``OUTBOX_TEST_SCREENSHOTS=docs/images`` the tests also write the pictures o
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
 
 import pytest
 from PIL import Image
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, ViewportSize, expect, sync_playwright
 from sqlalchemy import Engine
 
 from outbox_pipelines.local.stack import Stack
 from outbox_pipelines.tenants.registry import Tenant
+from outbox_pipelines.upkeep.snapshot import ALL_TENANTS
 from tests.jobs.messages import run
 from tests.local.conftest import started_stack
 from tests.outboxes import enqueue, new_tenant
@@ -29,8 +31,14 @@ PATIENCE = 120.0
 """Seconds for what takes some polls and starts of runs, on a machine that has other things to do."""
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
-_SIZE = {"width": 1400, "height": 900}
+_SIZE = ViewportSize(width=1400, height=900)
 _COLORS = 128
+
+_WITHOUT_FOLDER = """folder => {
+    const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) texts.currentNode.data = texts.currentNode.data.replaceAll(folder, '.venv');
+}"""
+"""Stack traces name folders of the machine, which are nobody's business."""
 
 Screenshot = Callable[[str], None]
 """Writes the page as a picture of that name, if pictures are wanted."""
@@ -89,7 +97,7 @@ def _accepting(ml: ScriptedService) -> Iterator[None]:
 def page(browser: Browser, stack: Stack) -> Iterator[Page]:
     """A fresh page, without what an earlier one left in the browser; addresses are relative to the UI's."""
     expect.set_options(timeout=PATIENCE * 1000)
-    with browser.new_context(base_url=stack.ui_url, viewport=_SIZE, locale="en-GB", timezone_id="UTC") as context:  # type: ignore[arg-type]
+    with browser.new_context(base_url=stack.ui_url, viewport=_SIZE, locale="en-GB", timezone_id="UTC") as context:
         context.set_default_timeout(PATIENCE * 1000)
         yield context.new_page()
 
@@ -103,6 +111,7 @@ def screenshot(page: Page) -> Screenshot:
         if folder:
             # A pointer that hovers over something would colour it.
             page.mouse.move(0, 0)
+            page.evaluate(_WITHOUT_FOLDER, sys.prefix)
             picture = Image.open(BytesIO(page.screenshot(animations="disabled")))
             # A page has few colours: a quarter of the bytes, and nobody sees it.
             picture.quantize(_COLORS).save(Path(folder) / f"{name}.png", optimize=True)
@@ -121,3 +130,17 @@ def kept_from_the_sensor(engine: Engine, name: str, *, rows: int, minutes: int =
         minutes=minutes,
     )
     return tenant
+
+
+def note_a_day_of_snapshots(engine: Engine) -> None:
+    """A history of the training backlog: two waves that came and went."""
+    run(
+        engine,
+        """
+        INSERT INTO outbox.training_backlog (taken_at, tenant_id, waiting, oldest_wait_seconds, in_flight,
+                                             dead_letters, died, arrived, drained, seconds)
+        SELECT clock_timestamp() - make_interval(mins => 5 * n), :all, 40 * wave, 20 + 240 * wave, 0, 0, 0, 90, 90, 300
+        FROM generate_series(2, 287) AS n, LATERAL (SELECT abs(sin(n / 92.0)) ^ 3 AS wave) AS shape
+        """,
+        all=ALL_TENANTS,
+    )
