@@ -32,7 +32,7 @@ PATIENCE = 120.0
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _SIZE = ViewportSize(width=1400, height=900)
-_COLORS = 128
+_COLORS = 256
 
 _WITHOUT_FOLDER = """folder => {
     const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -111,12 +111,24 @@ def screenshot(page: Page) -> Screenshot:
         if folder:
             # A pointer that hovers over something would colour it.
             page.mouse.move(0, 0)
-            page.evaluate(_WITHOUT_FOLDER, sys.prefix)
-            picture = Image.open(BytesIO(page.screenshot(animations="disabled")))
-            # A page has few colours: a quarter of the bytes, and nobody sees it.
-            picture.quantize(_COLORS).save(Path(folder) / f"{name}.png", optimize=True)
+            picture = Image.open(BytesIO(_still(page))).convert("RGB")
+            # A page has few colours; the rare ones among them, such as that of a failure, are kept.
+            picture.quantize(_COLORS, Image.Quantize.MAXCOVERAGE).save(Path(folder) / f"{name}.png", optimize=True)
 
     return write
+
+
+def _still(page: Page) -> bytes:
+    """The page once it has drawn everything: two pictures in a row are the same, or many were taken."""
+    last = b""
+    for _ in range(20):
+        page.evaluate(_WITHOUT_FOLDER, sys.prefix)
+        now = page.screenshot(animations="disabled")
+        if now == last:
+            break
+        last = now
+        page.wait_for_timeout(500)
+    return last
 
 
 def kept_from_the_sensor(engine: Engine, name: str, *, rows: int, minutes: int = 0) -> Tenant:
@@ -139,8 +151,8 @@ def note_a_day_of_snapshots(engine: Engine) -> None:
         """
         INSERT INTO outbox.training_backlog (taken_at, tenant_id, waiting, oldest_wait_seconds, in_flight,
                                              dead_letters, died, arrived, drained, seconds)
-        SELECT clock_timestamp() - make_interval(mins => 5 * n), :all, 40 * wave, 20 + 240 * wave, 0, 0, 0, 90, 90, 300
-        FROM generate_series(2, 287) AS n, LATERAL (SELECT abs(sin(n / 92.0)) ^ 3 AS wave) AS shape
+        SELECT clock_timestamp() - make_interval(mins => 5 * n), :all, 40 * wave, 20 + 240 * wave, 0, 0, 0, 90, 150, 300
+        FROM generate_series(2, 287) AS n, LATERAL (SELECT abs(sin(n / 46.0)) ^ 3 AS wave) AS shape
         """,
         all=ALL_TENANTS,
     )

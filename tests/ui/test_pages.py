@@ -160,7 +160,7 @@ def test_the_backlog_asset_shows_its_table_and_plot(page: Page, engine: Engine, 
         kept_from_the_sensor(engine, name, rows=12 + 7 * number, minutes=3 - number)
     materialize(page, "training_backlog")
     expect(page.get_by_role("row", name=re.compile("^birchwood backing off 19 "))).to_be_visible()
-    page.get_by_role("cell", name="tenants shown").scroll_into_view_if_needed()
+    page.get_by_role("cell", name="by tenant", exact=True).evaluate("cell => cell.scrollIntoView()")
     screenshot("backlog-table")
     page.get_by_text("[Show Markdown]").first.click()
     picture = page.get_by_role("dialog").get_by_role("img", name="waiting and oldest wait")
