@@ -6,7 +6,7 @@ BIN := .venv/bin
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo dev test test-oldest check format bench bench-runs proto docs constraints clean
+.PHONY: help install demo dev test test-oldest screenshots check format bench bench-runs proto docs constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -43,6 +43,9 @@ test-oldest: .venv-oldest/installed ## Run the launcher's tests with the oldest 
 	  --constraint .venv-oldest/constraints.txt --editable '.[dev]' \
 	  'dagster==1.13.0' 'dagster-graphql==1.13.0' 'dagster-webserver==1.13.0' 'dagster-postgres==0.29.0'
 	@touch .venv-oldest/installed
+
+screenshots: .venv/installed ## Take the README's pictures of the UI anew (needs Chromium)
+	@OUTBOX_TEST_SCREENSHOTS=docs/images $(BIN)/python -m pytest tests/ui $(ARGS)
 
 check: .venv/installed ## Lint, types, the direction of imports, generated files
 	$(BIN)/ruff check .

@@ -16,8 +16,10 @@ from outbox_pipelines.upkeep.pipeline import UpkeepPipeline
 from outbox_pipelines.upkeep.redrive_pipeline import RedrivePipeline
 from outbox_pipelines.upkeep.run_history_pipeline import RunHistoryPipeline
 
-# Said again whenever Dagster copies a definition; their loss would cost a label.
-warnings.filterwarnings("ignore", message="Parameter `owners`", category=dg.BetaWarning)
+# Said again whenever Dagster copies a definition; their loss would cost a label or a link, or a run for each day.
+warnings.filterwarnings(
+    "ignore", message="Parameter `(owners|backfill_policy)`|.*[cC]ode_?[rR]eference", category=dg.BetaWarning
+)
 
 
 def build_definitions(
@@ -59,5 +61,20 @@ def build_definitions(
     return dg.Definitions.merge(*parts, RunHistoryPipeline(settings, database, short_lived).definitions())
 
 
-# What is launched from an asset's page belongs to no job of ours: it, too, is one process.
-defs = dg.Definitions.merge(build_definitions(), dg.Definitions(executor=dg.in_process_executor))
+def _shipped() -> dg.Definitions:
+    """The definitions with what suits those that are alone in their code location."""
+    built = build_definitions()
+    return dg.Definitions(
+        # An asset's page links to its source. Whoever merges our definitions with theirs links all assets in one way,
+        # say to their repository: with paths of ours among them that would make links that lead nowhere.
+        assets=dg.with_source_code_references(list(built.assets or ())),
+        asset_checks=built.asset_checks,
+        jobs=built.jobs,
+        sensors=built.sensors,
+        schedules=built.schedules,
+        # What is launched from an asset's page belongs to no job of ours: it, too, is one process.
+        executor=dg.in_process_executor,
+    )
+
+
+defs = _shipped()

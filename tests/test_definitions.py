@@ -13,12 +13,14 @@ from typing import Any
 
 import dagster as dg
 
-from outbox_pipelines.definitions import build_definitions
+import outbox_pipelines
+from outbox_pipelines.definitions import build_definitions, defs
 from outbox_pipelines.settings import load_settings
 from tests.jobs.messages import a_kind
 
 # Their assets have owners; the oldest Dagster that is supported takes none for these jobs.
 _JOBS_OF_ASSETS = {"backlog_snapshot", "daily_retention", "run_history_cleanup"}
+_CODE = "dagster/code_references"
 _FILE = Path(__file__).with_name("definitions.json")
 
 
@@ -84,6 +86,16 @@ def test_the_definitions_are_those_in_the_file() -> None:
     if os.environ.get("OUTBOX_TEST_WRITE_DEFINITIONS"):
         _FILE.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
     assert found == json.loads(_FILE.read_text()), "see the first lines of this test's file"
+
+
+def test_each_asset_of_the_shipped_code_location_links_to_its_source_and_merged_ones_do_not() -> None:
+    for definitions, links in ((defs, True), (build_definitions(kinds=[]), False)):
+        specs = definitions.resolve_all_asset_specs()
+        assert {spec.key.to_user_string() for spec in specs} == visible()["assets"].keys()
+        assert {_CODE in spec.metadata for spec in specs} == {links}
+    for spec in defs.resolve_all_asset_specs():
+        (reference,) = spec.metadata[_CODE].code_references
+        assert Path(reference.file_path).is_relative_to(Path(outbox_pipelines.__file__).parent)
 
 
 def test_what_few_runs_need_is_not_imported_with_the_code_location() -> None:

@@ -63,7 +63,7 @@ class JobPipeline:
             name="run_background_job",
             description="Claim the message under a lease, call its kind's handler, write how it ended.",
             out=dg.Out(dg.Nothing),
-            tags={"dagster/kind/postgres": ""},
+            tags={"dagster/compute_kind": "postgres"},
         )
         def run_background_job(context: dg.OpExecutionContext, config: JobConfig) -> Iterable[dg.Output[None]]:
             yield self._run(context, self.kinds[context.job_name], config.message)
@@ -81,7 +81,6 @@ class JobPipeline:
 
         return background_job.to_job(
             executor_def=dg.in_process_executor,
-            tags={"dagster/kind/postgres": ""},
             run_tags={KIND_TAG: kind.name},
             metadata={
                 "handler": f"{kind.handler.__module__}.{getattr(kind.handler, '__qualname__', kind.handler)}",

@@ -73,13 +73,11 @@ class TrainingPipeline:
         return dg.Definitions(jobs=jobs, sensors=[self._sensor(jobs)])
 
     def _jobs(self) -> Sequence[dg.JobDefinition]:
-        kinds = {"dagster/kind/postgres": "", "dagster/kind/grpc": ""}
-
         @dg.op(
             name="flush_tenant",
             description="Claim the tenant's lease, send its rows in batches, delete what was delivered.",
             out=dg.Out(dg.Nothing),
-            tags=kinds,
+            tags={"dagster/compute_kind": "grpc"},
         )
         def flush_tenant(context: dg.OpExecutionContext, config: FlushConfig) -> Iterable[dg.Output[None]]:
             yield self._flush(context, config, [context.partition_key])
@@ -88,7 +86,7 @@ class TrainingPipeline:
             name="flush_fleet",
             description="Claim one tenant after another and flush them side by side, turn by turn.",
             out=dg.Out(dg.Nothing),
-            tags=kinds,
+            tags={"dagster/compute_kind": "grpc"},
         )
         def flush_fleet(context: dg.OpExecutionContext, config: FleetFlushConfig) -> Iterable[dg.Output[None]]:
             yield self._flush(context, config, config.tenants)
@@ -109,7 +107,6 @@ class TrainingPipeline:
 
         common: dict[str, Any] = {
             "executor_def": dg.in_process_executor,
-            "tags": kinds,
             # Kept few: each tag of a run is a row and an index entry.
             "run_tags": {TRIGGER_TAG: "manual"},
             "metadata": {"ledger": "outbox.training_ledger", "guarantees": "docs/guarantees.md"},

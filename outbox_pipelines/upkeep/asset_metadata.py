@@ -48,14 +48,17 @@ def backlog_metadata(engine: Engine, name: str, snapshot: Snapshot) -> dict[str,
     with engine.connect() as connection:
         past = history(connection, name, hours=_CHART_HOURS)
     picture = b64encode(draw(past, title=f"{name}, the last {_CHART_HOURS:g} h")).decode()
+    each = "tenant" if name == "training_backlog" else "kind"
     numbers = {_label(column): round(float(value), 3) for column, value in snapshot.total.items() if not isnan(value)}
     worst = snapshot.rows.sort_values("oldest_wait_seconds", ascending=False, na_position="last")
     return {
-        **numbers,
+        # In the order in which somebody looks; nothing waits when there is no oldest wait.
+        "waiting": numbers["waiting"],
         "oldest wait (s)": numbers.get("oldest wait (s)", 0.0),
-        "table": _table(worst.drop(columns="tenant_id", errors="ignore").head(_TABLE_ROWS)),
-        "rows in the table": f"{min(len(worst), _TABLE_ROWS):,} of {len(worst):,}",
         "last 24 hours": MetadataValue.md(f"![waiting and oldest wait](data:image/png;base64,{picture})"),
+        f"by {each}": _table(worst.drop(columns="tenant_id", errors="ignore").head(_TABLE_ROWS)),
+        f"{each}s shown": f"{min(len(worst), _TABLE_ROWS):,} of {len(worst):,}, those that wait longest first",
+        **numbers,
     }
 
 

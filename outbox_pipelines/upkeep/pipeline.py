@@ -95,7 +95,8 @@ class UpkeepPipeline:
         @dg.asset(
             name=retention.name,
             description=f"{retention.description} Kept for {retention.days:g} days ({retention.setting}). "
-            "To materialize a day deletes its rows, 500 at most in one transaction; younger days refuse.",
+            "To materialize a day deletes its rows, 500 at most in one transaction; younger days refuse. "
+            "A day that was never materialized had nothing to delete, or is not old enough.",
             partitions_def=days_partitions,
             backfill_policy=dg.BackfillPolicy.single_run(),
             group_name=RETENTION_GROUP,

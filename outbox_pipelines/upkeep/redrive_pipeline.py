@@ -59,7 +59,7 @@ class RedrivePipeline:
             name="redrive_dead_letters",
             description="Put the tenant's dead letters back into its outbox; they keep their ids.",
             out=dg.Out(dg.Nothing),
-            tags={"dagster/kind/postgres": ""},
+            tags={"dagster/compute_kind": "postgres"},
         )
         def redrive_dead_letters(context: dg.OpExecutionContext, config: RedriveConfig) -> Iterable[dg.Output[None]]:
             yield self._redrive_dead_letters(context, config)
@@ -86,7 +86,7 @@ class RedrivePipeline:
             name="redrive_failed_jobs",
             description="Make the jobs due again that were given up on the day; they keep their ids and history.",
             out=dg.Out(dg.Nothing),
-            tags={"dagster/kind/postgres": ""},
+            tags={"dagster/compute_kind": "postgres"},
         )
         def redrive_failed_jobs(context: dg.OpExecutionContext, config: FailedJobsConfig) -> Iterable[dg.Output[None]]:
             yield self._redrive_failed_jobs(context, config)
@@ -111,7 +111,6 @@ class RedrivePipeline:
     def _common(self) -> dict[str, Any]:
         return {
             "executor_def": dg.in_process_executor,
-            "tags": {"dagster/kind/postgres": ""},
             "owners": [self.settings.owner],
         }
 

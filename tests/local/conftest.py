@@ -36,7 +36,9 @@ def stack(server_url: str, ml: ScriptedService, tmp_path_factory: pytest.TempPat
 
 
 @contextmanager
-def started_stack(server_url: str, ml: ScriptedService, home: Path, name: str) -> Iterator[Stack]:
+def started_stack(
+    server_url: str, ml: ScriptedService, home: Path, name: str, kinds: str = "tests.local.stack_kinds:KINDS"
+) -> Iterator[Stack]:
     """A stack on databases of its own; afterwards nothing of it is left."""
     name = f"{name}_{os.getpid()}"
     with made_database(server_url, name) as url, made_database(server_url, f"{name}_dagster"):
@@ -46,7 +48,7 @@ def started_stack(server_url: str, ml: ScriptedService, home: Path, name: str) -
             home=home,
             poll_seconds=5,
             recovery_seconds=5,
-            kinds="tests.local.stack_kinds:KINDS",
+            kinds=kinds,
             ml_deadline_seconds=60,
         )
         with running_stack(settings, say=print, log=lambda _line: None, port=free_port()) as running:

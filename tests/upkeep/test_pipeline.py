@@ -165,7 +165,7 @@ def test_a_snapshot_shows_numbers_a_table_and_a_picture(engine: Engine, upkeep: 
     found = upkeep.materialized("training_backlog")[""]
     assert found["waiting"] == 7
     assert found["dead letters"] == 0
-    (record,) = found["table"].records
+    (record,) = found["by tenant"].records
     assert (record.data["tenant"], record.data["standing"], record.data["waiting"]) == ("acme", "due", 7.0)
     assert "tenant id" not in record.data
     picture = found["last 24 hours"].partition("base64,")[2].rstrip(")")
