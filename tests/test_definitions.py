@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import pytest
 
 import outbox_pipelines
+from outbox_pipelines import definitions
 from outbox_pipelines.definitions import build_definitions, defs
 from outbox_pipelines.settings import load_settings
 from tests.jobs.messages import a_kind
@@ -89,13 +91,23 @@ def test_the_definitions_are_those_in_the_file() -> None:
 
 
 def test_each_asset_of_the_shipped_code_location_links_to_its_source_and_merged_ones_do_not() -> None:
-    for definitions, links in ((defs, True), (build_definitions(kinds=[]), False)):
-        specs = definitions.resolve_all_asset_specs()
+    for shown, links in ((defs, True), (build_definitions(kinds=[]), False)):
+        specs = shown.resolve_all_asset_specs()
         assert {spec.key.to_user_string() for spec in specs} == visible()["assets"].keys()
         assert {_CODE in spec.metadata for spec in specs} == {links}
     for spec in defs.resolve_all_asset_specs():
         (reference,) = spec.metadata[_CODE].code_references
         assert Path(reference.file_path).is_relative_to(Path(outbox_pipelines.__file__).parent)
+
+
+def test_the_shipped_code_location_holds_all_that_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OUTBOX_KINDS", raising=False)
+    built, shipped = build_definitions().get_repository_def(), definitions._shipped().get_repository_def()
+    assert {job.name for job in shipped.get_all_jobs()} == {job.name for job in built.get_all_jobs()}
+    assert {one.name for one in shipped.sensor_defs} == {one.name for one in built.sensor_defs}
+    assert {one.name for one in shipped.schedule_defs} == {one.name for one in built.schedule_defs}
+    assert shipped.asset_graph.asset_check_keys == built.asset_graph.asset_check_keys
+    assert shipped.asset_graph.get_all_asset_keys() == built.asset_graph.get_all_asset_keys()
 
 
 def test_what_few_runs_need_is_not_imported_with_the_code_location() -> None:

@@ -23,7 +23,7 @@ from sqlalchemy.orm import Session
 from outbox_pipelines.database.engine import describe
 from outbox_pipelines.database.quoting import driver_identifier
 from outbox_pipelines.errors import OutboxError
-from outbox_pipelines.local.demo_checks import check_backlog
+from outbox_pipelines.local.demo_checks import execute_checks
 from outbox_pipelines.local.demo_jobs import KindCounts, count_jobs, prove_jobs
 from outbox_pipelines.local.stack import Stack
 from outbox_pipelines.ml_service import training_pb2, training_pb2_grpc
@@ -210,7 +210,7 @@ def prove(stack: Stack, prepared: Sequence[DemoTenant], jobs: dict[int, str], *,
 
     And execute the checks of the backlog assets.
     """
-    checked = check_backlog(stack)
+    checked = execute_checks(stack)
     proved = prove_jobs(stack.database.engine, jobs)
     counts = count(stack.database.engine, prepared)
     flaws: list[str] = []

@@ -71,7 +71,7 @@ def _tell(proof: Proof, say: Callable[[str], None]) -> None:
         say(
             "proof: every model trained through the outbox predicts bit for bit like one trained directly; "
             "the ledger lists every id once; the outboxes are empty; every job ended as it must, and the ledger "
-            f"lists each attempt; {counted(proof.checks_passed, 'check')} of the backlog passed"
+            f"lists each attempt; {counted(proof.checks_passed, 'check')} passed"
         )
 
 

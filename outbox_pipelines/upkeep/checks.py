@@ -169,7 +169,7 @@ def retention_keeps_up(oldest: datetime | None, now: datetime, *, days: float, n
     """Whether nothing is kept much longer than it is to be: a purge a day, and a day's grace.
 
     Args:
-        oldest: when the oldest was completed; none when there is none.
+        oldest: when the oldest began to age; none when none is of about that age.
         now: of the database.
         days: the retention.
         noun: one of them.
@@ -178,7 +178,7 @@ def retention_keeps_up(oldest: datetime | None, now: datetime, *, days: float, n
     age = (now - oldest).total_seconds() / 86_400 if oldest is not None else 0.0
     numbers = {"oldest (days)": round(age, 2), "retention (days)": days}
     if age <= days + 2:
-        found = "there is none" if oldest is None else f"the oldest is {age:.1f} days old"
+        found = "none is that old" if oldest is None else f"the oldest is {age:.1f} days old"
         return Finding(True, f"{noun}s are kept for {days:g} days; {found}", numbers=numbers)
     return Finding(
         False,

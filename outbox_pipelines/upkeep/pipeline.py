@@ -15,7 +15,6 @@ from outbox_pipelines.upkeep import checks
 from outbox_pipelines.upkeep.archive import ArchiveFailed
 from outbox_pipelines.upkeep.asset_metadata import backlog_metadata, purge_metadata
 from outbox_pipelines.upkeep.checks import Finding, Severity
-from outbox_pipelines.upkeep.purge import COMPLETED_JOBS, oldest
 from outbox_pipelines.upkeep.reconciliation import forget_removed, reconcile
 from outbox_pipelines.upkeep.retention import (
     FIRST_DAY,
@@ -23,6 +22,7 @@ from outbox_pipelines.upkeep.retention import (
     Retention,
     TooYoung,
     due_days,
+    oldest_left,
     purge_days,
     retentions,
 )
@@ -38,6 +38,8 @@ from outbox_pipelines.wording import counted
 
 RETENTION_GROUP = "retention"
 BACKLOG_GROUP = "backlog"
+BACKLOG_ASSETS = ("training_backlog", "job_backlog")
+SNAPSHOT_JOB = "backlog_snapshot"
 
 days_partitions = dg.DailyPartitionsDefinition(start_date=FIRST_DAY.isoformat(), timezone="UTC")
 
@@ -59,6 +61,7 @@ class UpkeepPipeline:
         """Assets, checks, the two jobs over them, and their schedules."""
         kept = {retention.name: retention for retention in retentions(self.settings)}
         purges = [self._retention_asset(retention) for retention in kept.values()]
+        purge_checks = [self._retention_check(retention) for retention in kept.values()]
         backlogs = [self._training_backlog(), self._job_backlog()]
         retention_job = dg.define_asset_job(
             "daily_retention",
@@ -67,14 +70,15 @@ class UpkeepPipeline:
             executor_def=dg.in_process_executor,
         )
         snapshot_job = dg.define_asset_job(
-            "backlog_snapshot",
-            selection=dg.AssetSelection.assets(*backlogs),
-            description="Looks what waits, for how long and whether it grows, and checks it.",
+            SNAPSHOT_JOB,
+            # The checks of the purges as well: they are to speak up when no purge runs any more.
+            selection=dg.AssetSelection.assets(*backlogs) | dg.AssetSelection.checks(*purge_checks),
+            description="Looks what waits, for how long and whether it grows, and checks it and the purges.",
             executor_def=dg.in_process_executor,
         )
         return dg.Definitions(
             assets=[*purges, *backlogs],
-            asset_checks=[self._training_checks(), self._job_checks(), self._retention_check()],
+            asset_checks=[self._training_checks(), self._job_checks(), *purge_checks],
             jobs=[retention_job, snapshot_job],
             schedules=[
                 dg.ScheduleDefinition(
@@ -164,23 +168,25 @@ class UpkeepPipeline:
             owners=[self.settings.owner],
         )
 
-    def _retention_check(self) -> dg.AssetChecksDefinition:
+    def _retention_check(self, retention: Retention) -> dg.AssetChecksDefinition:
         @dg.asset_check(
-            asset="completed_jobs_retention",
+            asset=retention.name,
             name="retention_keeps_up",
             description="Nothing is kept for more than two days longer than the retention says.",
         )
         def retention_keeps_up() -> dg.AssetCheckResult:
-            with self.database.migrated_engine().connect() as connection:
-                return _result(
-                    checks.retention_keeps_up(
-                        oldest(connection, COMPLETED_JOBS),
-                        connection.execute(text("SELECT clock_timestamp()")).scalar_one(),
-                        days=self.settings.completed_retention_days,
-                        noun="completed message",
-                        remedy="turn daily_retention_schedule on, or backfill the days of completed_jobs_retention",
-                    )
+            engine = self.database.migrated_engine()
+            with engine.connect() as connection:
+                now = connection.execute(text("SELECT clock_timestamp()")).scalar_one()
+            return _result(
+                checks.retention_keeps_up(
+                    oldest_left(engine, retention),
+                    now,
+                    days=retention.days,
+                    noun=retention.noun,
+                    remedy=f"turn daily_retention_schedule on, or backfill the days of {retention.name}",
                 )
+            )
 
         return retention_keeps_up
 

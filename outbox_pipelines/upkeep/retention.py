@@ -168,19 +168,20 @@ def purge_days(
             whole += purge(engine, place.aged, since=since, before=_end(day), pause=pause, keys=keys)
         with engine.begin() as connection:
             note_success(connection, retention.name, whole.rows, every=DAILY)
-        on_day(PurgedDay(day, whole, archives, _oldest_left(engine, retention)))
+        on_day(PurgedDay(day, whole, archives, oldest_left(engine, retention)))
 
 
-def _end(day: date) -> datetime:
-    return datetime(day.year, day.month, day.day, tzinfo=UTC) + timedelta(days=1)
-
-
-def _oldest_left(engine: Engine, retention: Retention) -> datetime | None:
+def oldest_left(engine: Engine, retention: Retention) -> datetime | None:
+    """From when the oldest row is, of any table; none when there is none of about the retention's age."""
     # Looked for among what is not much younger than the retention: a ledger's youngest part is large, and has no
     # index that gives its oldest line at once.
     with engine.connect() as connection:
         before = _end(newest_day(connection, retention) + timedelta(days=1))
     return min((place.oldest for place in retention.places(engine, before)), default=None)
+
+
+def _end(day: date) -> datetime:
+    return datetime(day.year, day.month, day.day, tzinfo=UTC) + timedelta(days=1)
 
 
 def _in_one_table(aged: Aged) -> Callable[[Engine, datetime], list[Place]]:

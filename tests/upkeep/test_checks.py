@@ -163,5 +163,7 @@ def test_what_is_kept_for_two_days_too_long_is_told_of(days: float | None, passe
     oldest: Any = None if days is None else NOW - timedelta(days=days)
     found = checks.retention_keeps_up(oldest, NOW, days=14, noun="completed message", remedy="purge it")
     assert found.passed is passed
+    if days is None:
+        assert found.text == "completed messages are kept for 14 days; none is that old"
     if not passed:
         assert found.text == ("the oldest completed message is 16.1 days old, and they are kept for 14 days: purge it")

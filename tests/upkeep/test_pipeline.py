@@ -14,7 +14,7 @@ from outbox_pipelines.definitions import build_definitions
 from outbox_pipelines.settings import Settings
 from tests.jobs.messages import enqueue_many, run, value
 from tests.outboxes import new_tenant
-from tests.upkeep.aged import bury, complete, completed, days_ago
+from tests.upkeep.aged import bury, complete, completed, days_ago, deliver
 
 MakeSettings = Callable[..., Settings]
 
@@ -202,7 +202,25 @@ def test_each_snapshot_is_checked(engine: Engine, upkeep: Upkeep) -> None:
         ("job_backlog", "expired_leases"),
         ("job_backlog", "no_new_failures"),
         ("job_backlog", "keeps_up"),
+        ("completed_jobs_retention", "retention_keeps_up"),
+        ("job_ledger_retention", "retention_keeps_up"),
+        ("training_ledger_retention", "retention_keeps_up"),
+        ("training_dead_letters_retention", "retention_keeps_up"),
     }
+
+
+def test_what_no_purge_took_is_told_of_with_each_snapshot(engine: Engine, upkeep: Upkeep) -> None:
+    tenant = new_tenant(engine, "acme")
+    complete(engine, 1, days=17)
+    deliver(engine, tenant, [1], days=368)
+    found = {name: one for name, one in results(upkeep.snapshot()).items() if not one.passed}
+    assert found.keys() == {
+        ("completed_jobs_retention", "retention_keeps_up"),
+        ("training_ledger_retention", "retention_keeps_up"),
+    }
+    told = found["training_ledger_retention", "retention_keeps_up"].description
+    assert told is not None
+    assert told.startswith("the oldest training ledger line is 368.")
 
 
 def test_a_check_that_fails_says_what_whose_and_what_to_do(engine: Engine, upkeep: Upkeep) -> None:

@@ -91,7 +91,9 @@ def dagster(server_url: str, tmp_path: Path) -> Iterator[History]:
 
 
 def prune_all(dagster: History, engine: Engine, **how: Any) -> Any:
-    return prune(dagster.instance, engine, JOBS, **{"days": 7, "failed_days": 30, "most": 10_000, **how})
+    return prune(
+        dagster.instance, engine, JOBS, **{"days": 7, "failed_days": 30, "snapshot_days": 30, "most": 10_000, **how}
+    )
 
 
 def test_finished_runs_go_at_their_age_with_their_events_and_others_stay(dagster: History, engine: Engine) -> None:
@@ -136,6 +138,36 @@ def test_runs_that_hold_materializations_are_kept_and_do_not_stop_those_after_th
     assert (done.runs, done.kept) == (150, 1)
     assert dagster.there() == {result.run_id}
     assert dagster.instance.get_latest_materialization_event(dg.AssetKey("thing")) is not None
+
+
+def test_old_snapshots_go_with_their_checks_but_for_the_last_of_each_asset(dagster: History, engine: Engine) -> None:
+    for name in ("training_backlog", "job_backlog"):
+
+        @dg.asset(name=name, check_specs=[dg.AssetCheckSpec("fine", asset=name)])
+        def backlog() -> dg.MaterializeResult:  # type: ignore[type-arg]
+            return dg.MaterializeResult(check_results=[dg.AssetCheckResult(passed=True)])
+
+        runs = [dg.materialize([backlog], instance=dagster.instance).run_id for _ in range(3)]
+        with dagster._engine.begin() as connection:
+            connection.execute(
+                text("""UPDATE runs SET pipeline_name = 'backlog_snapshot',
+                               update_timestamp = now() AT TIME ZONE 'UTC' - make_interval(days => :age)
+                        WHERE run_id = ANY (:ids)"""),
+                # Of one asset all are old: nobody looked for a month.
+                [{"age": age, "ids": [run]} for run, age in zip(runs, (32, 31, 31), strict=True)],
+            )
+    checks = text("SELECT count(*), count(DISTINCT run_id) FROM asset_check_executions")
+    with dagster._engine.connect() as connection:
+        assert tuple(connection.execute(checks).one()) == (6, 6)
+    done = prune_all(dagster, engine)
+    assert (done.runs, done.kept) == (4, 2)
+    assert len(dagster.there()) == 2
+    assert dagster.there() == dagster.events()
+    with dagster._engine.connect() as connection:
+        assert tuple(connection.execute(checks).one()) == (2, 2)
+    for name in ("training_backlog", "job_backlog"):
+        assert dagster.instance.get_latest_materialization_event(dg.AssetKey(name)) is not None
+    assert prune_all(dagster, engine).runs == 0
 
 
 def test_the_ledgers_name_a_pruned_run_and_say_that_it_is(dagster: History, engine: Engine, outbox: Run) -> None:
